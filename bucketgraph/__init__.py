@@ -1,0 +1,1 @@
+"""bucketgraph: static-shape buckets over CUDA graphs for PyTorch inference."""

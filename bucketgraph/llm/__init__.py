@@ -1,0 +1,1 @@
+"""Llama- and Qwen-family language models served from buckets."""
