@@ -1,1 +1,29 @@
 """bucketgraph: static-shape buckets over CUDA graphs for PyTorch inference."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from bucketgraph.config import BucketSet, load
+
+if TYPE_CHECKING:
+    from bucketgraph.llm.engine import LLM
+    from bucketgraph.llm.sampling import SamplingParams
+    from bucketgraph.manager import BucketManager
+
+__all__ = ["LLM", "BucketManager", "BucketSet", "SamplingParams", "load"]
+__version__ = "0.1.0"
+
+# What needs torch is imported when it is first asked for, so that reading a bucket set does not wait for it.
+_LAZY = {
+    "BucketManager": "bucketgraph.manager",
+    "LLM": "bucketgraph.llm.engine",
+    "SamplingParams": "bucketgraph.llm.sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

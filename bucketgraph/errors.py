@@ -1,6 +1,6 @@
 """One tree of errors. Each says what was given, what was expected and what to do; none leaves a call half done.
 
-Rules: raise the most specific class; put the numbers of both sides in the text; name the file and key where there is one.
+Rules: raise the most specific class; put the numbers of both sides in the text; name file and key if any.
 """
 
 from __future__ import annotations

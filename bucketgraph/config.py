@@ -1,0 +1,368 @@
+"""YAML -> a frozen, validated `BucketSet`. Imports no torch, so that a set can be checked anywhere.
+
+Rules: validated once, here; an unknown key names the file, the key, what is allowed and the nearest match; nothing is
+changed silently. The JSON Schema that editors use comes from these same models.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from bucketgraph import yaml_strict
+from bucketgraph.buckets import Lattice, check_sizes, ladder
+from bucketgraph.errors import ConfigError
+
+DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+ExecutableKind = Literal["auto", "cudagraph", "compiled", "eager"]
+_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"expected a number, given {value!r}")
+    return value
+
+
+def _byte_size(value: object) -> object:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B)", value) if isinstance(value, str) else None
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"expected a size such as 512MiB or 4GiB, given {value!r}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+ByteSize = Annotated[int, BeforeValidator(_byte_size), WithJsonSchema({"type": ["integer", "string"]})]
+
+
+class Model(BaseModel):
+    """Base of every section: frozen, and an unknown key is an error that helps."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            raise ValueError(f"expected a mapping, given {data!r}")
+        allowed = [field.alias or name for name, field in cls.model_fields.items()]
+        for key in data:
+            if key not in allowed:
+                near = difflib.get_close_matches(str(key), allowed, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ValueError(f"unknown key {key!r}, allowed: {', '.join(allowed)}{hint}")
+        return data
+
+
+class Ladder(Model):
+    """Sizes from `from` to `to`, each `growth` times the last, rounded up to `multiple_of`. `to` is always a size."""
+
+    from_: StrictInt = Field(alias="from")
+    to: StrictInt
+    growth: Number = 2.0
+    multiple_of: StrictInt = 1
+
+
+def _axis(value: object) -> object:
+    if isinstance(value, Mapping):
+        try:
+            steps = Ladder.model_validate(value)
+        except ValidationError as error:
+            raise ValueError(_problems(error)[0]) from error
+        return ladder(steps.from_, steps.to, steps.growth, steps.multiple_of)
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"expected a list of sizes, or from/to/growth/multiple_of, given {value!r}")
+    return check_sizes("", value)
+
+
+_axis_schema = {
+    "anyOf": [
+        {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 1, "uniqueItems": True},
+        Ladder.model_json_schema(),
+    ]
+}
+AxisSizes = Annotated[tuple[int, ...], BeforeValidator(_axis), WithJsonSchema(_axis_schema)]
+
+
+def _dim(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, (int, str)) or (isinstance(value, int) and value < 1):
+        raise ValueError(f"a dimension is an axis's name or a positive whole number, given {value!r}")
+    return value
+
+
+Dim = Annotated[str | int, BeforeValidator(_dim)]
+
+
+def _pad(value: object) -> object:
+    if value in ("zero", "repeat_last", "skip") or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        return value
+    raise ValueError(f"expected a number, zero, repeat_last or skip, given {value!r}")
+
+
+class InputSpec(Model):
+    """A static input: its shape in axes, its dtype, and what its padding holds."""
+
+    shape: tuple[Dim, ...]
+    dtype: Literal[DTYPES]  # type: ignore[valid-type]
+    pad: Annotated[int | float | str, BeforeValidator(_pad)] = "zero"
+    range: tuple[StrictInt, StrictInt] | None = None  # legal integer values, low to high (exclusive): for self-checks
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        is_float = self.dtype in DTYPES[:4]
+        if not self.shape:
+            raise ValueError("shape is empty; a static input has at least one dimension")
+        if "any" in self.shape:
+            raise ValueError("`any` is for outputs; an input's dimensions are axes or fixed sizes")
+        if self.pad == "skip" and self.dtype not in ("int64", "int32", "int16", "int8"):
+            raise ValueError(f"pad: skip marks an index with -1 and needs a signed integer dtype, given {self.dtype}")
+        if isinstance(self.pad, float) and not is_float and self.pad != int(self.pad):
+            raise ValueError(f"pad {self.pad} does not fit dtype {self.dtype}")
+        if self.range is not None and (is_float or self.range[0] >= self.range[1]):
+            raise ValueError(f"range is [low, high) with low below high, for integer dtypes, given {list(self.range)}")
+        return self
+
+
+class OutputSpec(Model):
+    """An output: its shape in axes; `any` stands for a size that padding does not touch."""
+
+    shape: tuple[Dim, ...]
+
+
+class Ring(Model):
+    """Outputs are copied into one of `ring` buffers in turn: valid until that many later calls of the same bucket."""
+
+    ring: StrictInt = Field(ge=1, le=1024)
+
+
+def _ownership(value: object) -> object:
+    if isinstance(value, Mapping):
+        try:
+            return Ring.model_validate(value)
+        except ValidationError as error:
+            raise ValueError(_problems(error)[0]) from error
+    if isinstance(value, Ring) or value in ("cloned", "borrowed"):
+        return value
+    raise ValueError(f"expected cloned, borrowed or {{ring: N}}, given {value!r}")
+
+
+_ownership_schema = {"anyOf": [{"enum": ["cloned", "borrowed"]}, Ring.model_json_schema()]}
+Ownership = Annotated[
+    Literal["cloned", "borrowed"] | Ring, BeforeValidator(_ownership), WithJsonSchema(_ownership_schema)
+]
+
+
+class Memory(Model):
+    """`budget`: buckets whose graphs would go over it run eagerly instead."""
+
+    budget: ByteSize | None = Field(default=None, ge=1)
+
+
+class Warmup(Model):
+    """`self_check`: replay every bucket against unpadded eager. `lazy`: capture a bucket when it is first hit."""
+
+    self_check: StrictBool = True
+    lazy: StrictBool = False
+    tolerance: Number | None = Field(default=None, gt=0)  # relative; None picks by dtype
+
+
+class KVCacheSpec(Model):
+    """The paged KV cache of an LLM set. `memory: null` takes what the model and the device leave."""
+
+    page_size: Literal[16, 32, 64, 128] = 16
+    memory: ByteSize | None = Field(default=None, ge=1)
+
+
+class PhaseSpec(Model):
+    """Axes, slots and policies of one function: a whole set, or a phase of an LLM set."""
+
+    executable: ExecutableKind = "auto"
+    axes: dict[StrictStr, AxisSizes] = Field(default_factory=dict)
+    buckets: tuple[tuple[StrictInt, ...], ...] | None = None  # None: every combination of the axes' sizes
+    work: tuple[StrictStr, ...] | None = None  # axes whose product is work; None: all
+    inputs: dict[StrictStr, InputSpec] = Field(default_factory=dict)
+    outputs: dict[StrictStr, OutputSpec] = Field(default_factory=dict)
+    overflow: Literal["eager", "split", "error"] = "eager"
+    max_padding: Number | None = Field(default=None, ge=1.0, allow_inf_nan=False)
+    outputs_are: Ownership = "cloned"
+
+    @field_validator("axes", mode="after")
+    @classmethod
+    def _axis_names(cls, axes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        for name in axes:
+            if not name.isidentifier() or name == "any":
+                raise ValueError(f"an axis needs a plain name other than `any`, given {name!r}")
+        return axes
+
+    @model_validator(mode="after")
+    def _axes_agree(self) -> Self:
+        used: set[str] = set()
+        for section, specs in (("inputs", self.inputs), ("outputs", self.outputs)):
+            for name, spec in specs.items():
+                for dim in spec.shape:
+                    if isinstance(dim, str) and dim != "any" and dim not in self.axes:
+                        declared = ", ".join(self.axes) or "none"
+                        raise ValueError(f"{section}.{name} uses axis {dim!r}, declared axes: {declared}")
+                    if section == "inputs" and isinstance(dim, str):
+                        used.add(dim)
+        if self.inputs and (idle := [name for name in self.axes if name not in used]):
+            raise ValueError(f"axis {idle[0]!r} is in no input's shape, so no call could say its size")
+        return self
+
+    @property
+    def request_axis(self) -> str | None:
+        """The axis that leads every input and output: requests lie along it, and a call can be split along it."""
+        leading = {spec.shape[0] if spec.shape else None for spec in (*self.inputs.values(), *self.outputs.values())}
+        only = leading.pop() if len(leading) == 1 else None
+        return only if isinstance(only, str) and only != "any" else None
+
+    def lattice(self) -> Lattice:
+        """The buckets and their total lookup."""
+        return Lattice(
+            self.axes,
+            points=self.buckets,
+            work=self.work,
+            overflow=self.overflow,
+            request_axis=self.request_axis,
+            max_padding=self.max_padding,
+        )
+
+
+class BucketSet(PhaseSpec):
+    """A whole set, as loaded from YAML; immutable.
+
+    Either one function (`axes`, `inputs`, `outputs`) or an LLM (`phases: {prefill, decode}` and `kv_cache`).
+    """
+
+    version: Literal[1]
+    name: StrictStr = Field(min_length=1)
+    model: StrictStr | None = None  # what `bucketgraph warmup` loads when --model is not given
+    memory: Memory = Memory()
+    warmup: Warmup = Warmup()
+    phases: dict[Literal["prefill", "decode"], PhaseSpec] | None = None
+    kv_cache: KVCacheSpec | None = None
+    max_model_len: StrictInt | None = Field(default=None, ge=1)
+    _source: str = PrivateAttr(default="bucket set")  # the file it came from
+
+    @property
+    def source(self) -> str:
+        return self._source
+
+    @property
+    def is_llm(self) -> bool:
+        return self.phases is not None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if self.phases is not None:
+            if self.axes or self.inputs or self.outputs or self.buckets or self.work:
+                raise ValueError("a set has either phases (an LLM) or axes, inputs and outputs (one function)")
+            _check_llm(self.phases)
+            return self
+        if self.kv_cache is not None or self.max_model_len is not None:
+            raise ValueError("kv_cache and max_model_len belong to an LLM set, which has phases")
+        for section in ("axes", "inputs", "outputs"):
+            if not getattr(self, section):
+                raise ValueError(f"{section} is missing; a set without phases describes one function")
+        if self.overflow == "split" and self.request_axis is None:
+            raise ValueError("overflow: split needs one axis that leads every input and output")
+        self.lattice()
+        return self
+
+
+_PHASE_AXES = {"prefill": (("tokens", "requests"), ("tokens",)), "decode": (("batch",), ("batch",))}
+
+
+def _check_llm(phases: Mapping[str, PhaseSpec]) -> None:
+    for name, (allowed, needed) in _PHASE_AXES.items():
+        if name not in phases:
+            raise ValueError(f"phases.{name} is missing; an LLM set has prefill and decode")
+        phase = phases[name]
+        for axis in phase.axes:
+            if axis not in allowed:
+                raise ValueError(f"phases.{name}.axes.{axis}: unknown axis, allowed: {', '.join(allowed)}")
+        for axis in needed:
+            if axis not in phase.axes:
+                raise ValueError(f"phases.{name}.axes.{axis} is missing")
+        if phase.inputs or phase.outputs or phase.work:
+            raise ValueError(f"phases.{name}: inputs, outputs and work are the model's own and not configured")
+        phase.lattice()
+
+
+def parse(data: Mapping[str, Any], source: str = "bucket set") -> BucketSet:
+    """A `BucketSet` from a mapping. Raises ConfigError naming `source`, the key, what was given and what is allowed."""
+    if "version" not in data:
+        raise ConfigError(f"{source}: key version is missing", expected="version: 1")
+    try:
+        made = BucketSet.model_validate(data)
+    except ValidationError as error:
+        problems = _problems(error)
+        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        raise ConfigError(f"{source}: {problems[0]}{more}") from error
+    made._source = source
+    return made
+
+
+def load(path: str | Path) -> BucketSet:
+    """Load a bucket set from a YAML file.
+
+    Args:
+        path: the file, or the name of a ready set that ships with the package, such as `minilm`.
+
+    Raises:
+        ConfigError: the file is missing, is not plain YAML, or describes no valid set; the text names file and key.
+    """
+    file = find(path)
+    return parse(yaml_strict.read_file(file), str(file))
+
+
+def find(path: str | Path) -> Path:
+    """The file behind a path or the name of a ready set. Raises ConfigError listing the ready sets."""
+    file = Path(path)
+    if file.is_file():
+        return file
+    ready = Path(__file__).parent / "configs"
+    named = ready / f"{path}.yaml"
+    if file.name == str(path) and named.is_file():
+        return named
+    names = ", ".join(sorted(p.stem for p in ready.glob("*.yaml")))
+    raise ConfigError(f"{path}: no such bucket set", expected=f"a YAML file, or a ready set: {names}")
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a bucket set."""
+    made = BucketSet.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
+
+
+def _problems(error: ValidationError) -> list[str]:
+    lines = []
+    for problem in error.errors():
+        path = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
+        text = problem["msg"].removeprefix("Value error, ").removeprefix("axis : ")
+        if problem["type"] == "missing":
+            lines.append(f"key {path} is missing")
+            continue
+        given = "" if problem["type"] == "value_error" else f", given {problem['input']!r}"
+        lines.append((f"key {path}: " if path else "") + text[0].lower() + text[1:] + given)
+    return lines

@@ -1,0 +1,55 @@
+"""The one seam between buckets and devices: each kind of executable behind the same four verbs.
+
+`warm` runs the function on the static inputs so that everything lazy has happened; `capture` makes the executable;
+`replay` runs it and does nothing else; `release` gives its memory back. A manager warms all buckets before it captures
+any. Executables of one `Family` share a pool and a stream, so their replays never overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bucketgraph.config import ExecutableKind
+from bucketgraph.errors import ConfigError
+from bucketgraph.executables.compiled import Compiled
+from bucketgraph.executables.cudagraph import CudaGraph
+from bucketgraph.executables.eager import Eager
+from bucketgraph.executables.family import Family
+
+__all__ = ["Executable", "Family", "make", "resolve"]
+
+
+class Executable(Protocol):
+    """A function bound to one bucket's static inputs."""
+
+    kind: str
+
+    def warm(self) -> None: ...
+
+    def capture(self) -> None: ...
+
+    def replay(self) -> Any: ...
+
+    def release(self) -> None: ...
+
+
+def resolve(kind: ExecutableKind, device: torch.device) -> str:
+    """`auto` becomes the graph on a GPU and eager on a CPU. Raises ConfigError for a graph without a GPU."""
+    if kind == "auto":
+        return "cudagraph" if device.type == "cuda" else "eager"
+    if kind == "cudagraph" and device.type != "cuda":
+        raise ConfigError("executable cudagraph needs a CUDA device", given=device, hint="use auto, compiled or eager")
+    return kind
+
+
+def make(kind: str, fn: Callable[..., Any], inputs: Mapping[str, Tensor], family: Family) -> Executable:
+    """An executable of a resolved kind, not yet warm."""
+    if kind == "cudagraph":
+        return CudaGraph(fn, inputs, family)
+    if kind == "compiled":
+        return Compiled(fn, inputs, family)
+    return Eager(fn, inputs)

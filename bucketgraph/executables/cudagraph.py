@@ -1,0 +1,81 @@
+"""A CUDA graph per bucket: recorded once, replayed with one launch.
+
+Recorded on the family's stream into the family's pool, with the garbage collector off: a graph or a compiled kernel
+that dies during capture ends it, so warm-up collects garbage beforehand. Capture is thread-local, so that errors of
+other threads cannot end it. Whatever happens, nothing stays capturing: a failed capture is ended, its graph dropped,
+its memory returned to the pool.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bucketgraph.errors import NotWarmError
+from bucketgraph.executables.family import Family
+
+
+class CudaGraph:
+    """The function captured over one bucket's static inputs."""
+
+    kind = "cudagraph"
+
+    def __init__(self, fn: Callable[..., Any], inputs: Mapping[str, Tensor], family: Family) -> None:
+        self._fn = fn
+        self._inputs = dict(inputs)
+        self._family = family
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._outputs: Any = None
+
+    def warm(self) -> None:
+        """Run on the capture stream, so that workspaces, JIT compiles and module loads belong to it already."""
+        stream = self._family.stream
+        stream.wait_stream(torch.cuda.current_stream(self._family.device))
+        with torch.cuda.stream(stream):
+            self._fn(**self._inputs)
+        torch.cuda.current_stream(self._family.device).wait_stream(stream)
+
+    def capture(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._family.device)
+        with _recording(graph, self._family):
+            outputs = self._fn(**self._inputs)
+        self._graph, self._outputs = graph, outputs
+
+    def replay(self) -> Any:
+        if self._graph is None:
+            raise NotWarmError("this bucket's graph was not captured, or was released")
+        self._graph.replay()
+        return self._outputs
+
+    def release(self) -> None:
+        if self._graph is not None:
+            torch.cuda.synchronize(self._family.device)
+            self._graph.reset()
+        self._graph, self._outputs, self._inputs = None, None, {}
+
+
+@contextmanager
+def _recording(graph: torch.cuda.CUDAGraph, family: Family) -> Iterator[None]:
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.stream(family.stream):
+            graph.capture_begin(pool=family.pool, capture_error_mode="thread_local")
+            try:
+                yield
+            except BaseException:
+                with suppress(RuntimeError):  # the capture is already invalid; ending it is what matters
+                    graph.capture_end()
+                with suppress(RuntimeError):
+                    graph.reset()
+                raise
+            graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()

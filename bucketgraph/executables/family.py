@@ -1,0 +1,53 @@
+"""What executables that share a graph pool have in common: device, pool, capture stream, and the order of replays.
+
+Graphs of one pool may reuse each other's memory, so two of them must never run at once. A host lock orders the calls,
+and an event orders the GPU: the next replay waits until the last one's outputs were read, whatever stream it runs on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Family:
+    """Shared by all buckets of a manager, and by the managers of an LLM's phases."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lock = threading.RLock()
+        self.mib = 0.0  # device memory that captures took so far
+        self._compiled: dict[int, tuple[object, Any]] = {}
+        self._read: torch.cuda.Event | None = None  # when the last outputs were read
+        self._read_on: int | None = None  # the stream they were read on
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                self.stream = torch.cuda.Stream(device)
+                self.pool = torch.cuda.graph_pool_handle()
+                self._read = torch.cuda.Event()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Fill, replay and read happen inside: one caller at a time, after the last caller's reads on the GPU."""
+        with self.lock:
+            if self._read is None:
+                yield
+                return
+            stream = torch.cuda.current_stream(self.device)
+            if self._read_on is not None and self._read_on != stream.cuda_stream:
+                stream.wait_event(self._read)
+            try:
+                yield
+            finally:
+                self._read.record(stream)
+                self._read_on = stream.cuda_stream
+
+    def compiled(self, fn: object, compile_it: Callable[[], Any]) -> Any:
+        """One compiled object per function, so that all buckets share its cache."""
+        if id(fn) not in self._compiled:
+            self._compiled[id(fn)] = (fn, compile_it())  # the function is kept, or its id could be reused
+        return self._compiled[id(fn)][1]

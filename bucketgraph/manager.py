@@ -1,0 +1,293 @@
+"""The whole path of a call: plan, fill, replay, read.
+
+    call ──plan──▶ bucket ──fill──▶ static slots ──replay──▶ static outputs ──read──▶ the caller's tensors
+
+`plan` sees sizes only. `fill` writes the padded range of every slot. `replay` is one launch. `read` slices the padding
+off and hands out memory that is the caller's. Everything a call needs was made by `warmup`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from bucketgraph import executables
+from bucketgraph.buckets import Bucket, Plan
+from bucketgraph.config import BucketSet, Memory, PhaseSpec, Warmup, load
+from bucketgraph.errors import ConfigError, InputError, NoBucketError, NotWarmError
+from bucketgraph.executables import Executable, Family
+from bucketgraph.slots import Arena, Outputs, Slot, StaticInputs, check_inputs, pack, unpad
+from bucketgraph.stats import Recorder, Stats
+from bucketgraph.warmup import Progress, WarmupReport, warm_up
+
+Example = Callable[[Mapping[str, int], torch.Generator], Mapping[str, Tensor]]
+
+
+@dataclass
+class Captured:
+    """One bucket, ready to run; filled by warm-up."""
+
+    bucket: Bucket
+    inputs: StaticInputs
+    executable: Executable
+    seconds: float = 0.0  # warm, capture and check together
+    mib: float = 0.0  # device memory that the capture took
+    check: float | None = None  # largest relative error of padded replay against unpadded eager
+    error: str | None = None  # why this bucket is not used; its calls run eagerly
+
+
+class BucketManager:
+    """Runs a function whose inputs have ragged sizes as if its sizes were fixed.
+
+    Args:
+        fn: a module or function that takes the set's inputs as keyword arguments and returns its outputs: a tensor, a
+            mapping, a sequence in the set's order, or an object with attributes. A module must be in eval mode.
+        bucket_set: a loaded set, one phase of it, or the path of a set.
+        device: where it runs; None takes the module's device, else a GPU if there is one.
+        family: what shares the graph pool; None makes a new one.
+        example: makes legal inputs of given sizes for warm-up and self-check; None draws them by the set's `range`.
+        warmup, memory: policies where `bucket_set` is one phase and has none of its own.
+
+    Raises:
+        ConfigError: the set is an LLM's, the module is in training mode, or the executable does not fit the device.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        bucket_set: PhaseSpec | str | os.PathLike[str],
+        *,
+        device: torch.device | str | None = None,
+        family: Family | None = None,
+        example: Example | None = None,
+        name: str | None = None,
+        warmup: Warmup | None = None,
+        memory: Memory | None = None,
+    ) -> None:
+        spec = bucket_set if isinstance(bucket_set, PhaseSpec) else load(os.fspath(bucket_set))
+        if isinstance(spec, BucketSet) and spec.is_llm:
+            raise ConfigError(f"{spec.source}: an LLM set has phases", hint="use bucketgraph.LLM")
+        if isinstance(fn, torch.nn.Module) and fn.training:
+            raise ConfigError("the module is in training mode", hint="call .eval() first: dropout would make it random")
+        self.fn = fn
+        self.spec = spec
+        self.name = name or (spec.name if isinstance(spec, BucketSet) else "buckets")
+        self.policy = warmup or (spec.warmup if isinstance(spec, BucketSet) else Warmup())
+        self.memory = memory or (spec.memory if isinstance(spec, BucketSet) else Memory())
+        self.device = family.device if family else _device_of(fn, device)
+        self.kind = executables.resolve(spec.executable, self.device)
+        self.family = family or Family(self.device)
+        self.lattice = spec.lattice()
+        self.slots = tuple(Slot.from_spec(name, item) for name, item in spec.inputs.items())
+        self._order = {axis: position for position, axis in enumerate(self.lattice.names)}
+        self._example = example
+        self._outputs = Outputs(spec.outputs, spec.outputs_are)
+        self._arena: Arena | None = None
+        self._captured: dict[Bucket, Captured] = {}
+        self._recorder = Recorder(self.name)
+        self._state = "lazy" if self.policy.lazy else "cold"
+
+    # -- what a user calls -------------------------------------------------------------------------------------------
+
+    def warmup(self, on_progress: Callable[[Progress], None] | None = None) -> WarmupReport:
+        """Warm, capture and check every bucket, largest first. A bucket that fails costs that bucket alone."""
+        return warm_up([self], on_progress)
+
+    def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """Run a batch that is padded already, of any size.
+
+        Returns:
+            the outputs by name, with the axes' real sizes.
+
+        Raises:
+            InputError: the tensors do not fit the set's inputs.
+            NoBucketError: no bucket covers the sizes and the set does not let it run otherwise.
+            NotWarmError: `warmup()` was not called, or `release()` was.
+        """
+        self._require_warm()
+        sizes = check_inputs(self.slots, inputs, self.device)
+        return self._run(self.lattice.plan([sizes[name] for name in self.lattice.names]), inputs)
+
+    def run_batch(self, requests: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Pack ragged requests into one batch, run it, and give each its own unpadded result.
+
+        Args:
+            requests: one mapping per request; its tensors have the set's shapes without the leading request axis.
+
+        Raises:
+            InputError: no requests, a request does not fit, or the set has no axis that requests lie along.
+        """
+        self._require_warm()
+        axis = self.spec.request_axis
+        if axis is None:
+            raise InputError("this set has no axis that leads every input and output", hint="call the manager itself")
+        if not requests:
+            raise InputError("the batch is empty", expected="at least one request")
+        slots = [Slot(s.name, s.dims[1:], s.dtype, s.pad, s.range) for s in self.slots]
+        each = [check_inputs(slots, request, self.device) for request in requests]
+        limit = self.lattice.axes[self._order[axis]].largest if self.spec.overflow == "split" else len(each)
+        results: list[dict[str, Tensor]] = []
+        for start in range(0, len(each), limit):  # each part is padded to its own longest request
+            batch = self(**pack(slots, requests[start : start + limit], each[start : start + limit]))
+            for row, sizes in enumerate(each[start : start + limit]):
+                own = {n: unpad(batch[n][row], spec.shape[1:], sizes) for n, spec in self.spec.outputs.items()}
+                results.append(own)
+        return results
+
+    def plan(self, **sizes: int) -> Plan:
+        """What a call of these sizes would do; nothing runs and nothing is counted."""
+        if set(sizes) != set(self.lattice.names):
+            raise InputError("a plan needs every axis", given=", ".join(sizes), expected=", ".join(self.lattice.names))
+        return self.lattice.plan([sizes[name] for name in self.lattice.names])
+
+    def stats(self) -> Stats:
+        """Hits and padding per bucket, and every call that went another way, with its reason."""
+        with self.family.lock:
+            return self._recorder.snapshot(
+                (bucket, self._captured[bucket].executable.kind if bucket in self._captured else "none")
+                for bucket in self.lattice.buckets
+            )
+
+    def release(self) -> None:
+        """Give graphs and static memory back. The manager cannot be called afterwards, unless warmed up again."""
+        with self.family.lock:
+            for captured in self._captured.values():
+                captured.executable.release()
+            self._captured.clear()
+            self._arena = None
+            self._state = "released"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    # -- plan, fill, replay, read ------------------------------------------------------------------------------------
+
+    def _run(self, plan: Plan, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with self.family.turn(), torch.no_grad():
+            if plan.kind == "refuse":
+                self._recorder.call("refused", plan.code, plan.reason)
+                raise NoBucketError(plan.reason or "no bucket", hint="add a larger bucket, or set overflow")
+            if plan.kind == "split":
+                parts = self._run_parts(plan, inputs)
+                self._recorder.call("split", plan.code, plan.reason)
+                return parts
+            result, code, reason = self._run_piece(plan, inputs)
+            self._recorder.call("eager" if code else "replayed", code, reason)
+            return result
+
+    def _run_piece(self, plan: Plan, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str | None, str | None]:
+        """The result, and the code and reason if it did not come from a bucket."""
+        captured = self._ready(plan.bucket) if plan.bucket is not None else None
+        if captured is not None and captured.error is None:
+            self._recorder.hit(plan)
+            return self.replay(captured, inputs, self._named(plan.sizes)), None, None
+        code, reason = ("bucket_failed", captured.error) if captured else (plan.code, plan.reason)
+        return self._outputs.read(self.run_unpadded(inputs), self._named(plan.sizes)), code, reason
+
+    def _run_parts(self, plan: Plan, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run a call in pieces along the request axis. All pieces are planned before the first one runs."""
+        position = self._order[self.spec.request_axis or ""]
+        pieces = [self.lattice.plan((*plan.sizes[:position], n, *plan.sizes[position + 1 :])) for n in plan.parts]
+        for piece in pieces:
+            if piece.kind == "refuse":
+                self._recorder.call("refused", piece.code, piece.reason)
+                raise NoBucketError(piece.reason or "no bucket", hint="only the request axis can be split")
+        results, start = [], 0
+        for piece, size in zip(pieces, plan.parts, strict=True):
+            part = {name: tensor.narrow(0, start, size) for name, tensor in inputs.items()}
+            result = self._run_piece(piece, part)[0]
+            if self.spec.outputs_are != "cloned":  # the next piece would overwrite it
+                result = {name: tensor.clone() for name, tensor in result.items()}
+            results.append(result)
+            start += size
+        return {name: torch.cat([result[name] for result in results]) for name in results[0]}
+
+    def replay(self, captured: Captured, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """Fill, replay and read one bucket. The family's turn must be held."""
+        with _range("fill", self.device):
+            captured.inputs.fill(inputs)
+        with _range("replay", self.device):
+            raw = captured.executable.replay()
+        with _range("read", self.device):
+            return self._outputs.read(self._outputs.select(raw), sizes)
+
+    def run_unpadded(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The function itself, eagerly, on exactly these inputs."""
+        moved = {name: tensor.to(self.device) for name, tensor in inputs.items()}
+        return self._outputs.select(self.fn(**moved))
+
+    # -- what warm-up uses -------------------------------------------------------------------------------------------
+
+    def build(self, bucket: Bucket) -> Captured:
+        """Static inputs and a cold executable for one bucket."""
+        if self._arena is None:
+            self._arena = Arena(self.slots, self.lattice.buckets, self.device)
+        inputs = StaticInputs(self.slots, bucket, self._arena)
+        return Captured(bucket, inputs, executables.make(self.kind, self.fn, inputs.views, self.family))
+
+    def example(self, sizes: Mapping[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+        """Made-up legal inputs of these sizes, on the CPU."""
+        if self._example is not None:
+            return dict(self._example(sizes, generator))
+        return {slot.name: slot.example(sizes, generator) for slot in self.slots}
+
+    def check_outputs(self, captured: Captured) -> None:
+        """Replay once as filled and compare the outputs' shapes with the set. Raises ConfigError."""
+        self._outputs.check(self._outputs.select(captured.executable.replay()), captured.bucket)
+
+    def adopt(self, captured: Captured) -> None:
+        """Serve this bucket from now on."""
+        self._captured[captured.bucket] = captured
+
+    def ready(self) -> None:
+        self._state = "warm"
+
+    @property
+    def captured(self) -> Mapping[Bucket, Captured]:
+        return self._captured
+
+    def _ready(self, bucket: Bucket) -> Captured:
+        if bucket not in self._captured:  # a lazy set: captured by its first call
+            warm_up([self], None, [bucket])
+        return self._captured[bucket]
+
+    def _require_warm(self) -> None:
+        if self._state in ("cold", "released"):
+            hint = "call warmup() first" + ("" if self._state == "released" else ", or set warmup: {lazy: true}")
+            raise NotWarmError(f"{self.name} is {self._state}", hint=hint)
+
+    def _named(self, sizes: Sequence[int]) -> dict[str, int]:
+        return dict(zip(self.lattice.names, sizes, strict=True))
+
+
+def _device_of(fn: object, device: torch.device | str | None) -> torch.device:
+    if device is None and isinstance(fn, torch.nn.Module):
+        tensor = next(iter(fn.parameters()), next(iter(fn.buffers()), None))
+        device = tensor.device if tensor is not None else None
+    made = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if made.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("no CUDA device is available", given=made, hint="use device cpu")
+    if made.type == "cuda" and made.index is None:
+        made = torch.device("cuda", torch.cuda.current_device())
+    return made
+
+
+@contextmanager
+def _range(name: str, device: torch.device) -> Iterator[None]:
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.nvtx.range_push(f"bucketgraph.{name}")
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()

@@ -1,0 +1,276 @@
+"""Static buffers and their padding: `fill` before a replay, `read` after it.
+
+Rules: all slots of a bucket lie in one arena, so that host inputs travel in one copy; fill writes every byte of every
+slot on every call, the real part and the tail; read never returns memory that the next replay overwrites, unless the
+set says `borrowed`. A pinned staging buffer is not refilled before its copy is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bucketgraph.buckets import Bucket
+from bucketgraph.config import InputSpec, OutputSpec, Ring
+from bucketgraph.errors import ConfigError, InputError
+
+_ALIGN = 256  # bytes; keeps every slot as aligned as a fresh allocation, which compiled kernels rely on
+SKIP = -1  # what an index slot with `pad: skip` holds in its padding; kernels test for it
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A static input: its shape in axes, dtype and pad rule."""
+
+    name: str
+    dims: tuple[str | int, ...]
+    dtype: torch.dtype
+    pad: float | None  # the value of the padding; None repeats the last real element
+    range: tuple[int, int] | None = None  # legal integers [low, high) for made-up inputs
+
+    @classmethod
+    def from_spec(cls, name: str, spec: InputSpec) -> Slot:
+        pad = {"zero": 0.0, "skip": float(SKIP), "repeat_last": None}.get(str(spec.pad), spec.pad)
+        assert not isinstance(pad, str), f"pad rule {spec.pad!r} was validated at load"
+        return cls(name, spec.shape, getattr(torch, spec.dtype), pad, spec.range)
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in self.dims)
+
+    def example(self, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
+        """Random legal values: integers from `range` (0 and 1 without one), floats from a normal distribution."""
+        shape = self.shape(sizes)
+        if self.dtype.is_floating_point:
+            return torch.randn(shape, generator=generator).to(self.dtype)
+        low, high = self.range or (0, 2)
+        return torch.randint(low, high, shape, generator=generator).to(self.dtype)
+
+
+class StaticInputs:
+    """The slots of one bucket: device views that an executable reads, and pinned views that host inputs go through."""
+
+    def __init__(self, slots: Sequence[Slot], bucket: Bucket, arena: Arena) -> None:
+        self.slots = slots
+        self.views: dict[str, Tensor] = {}  # [shape in the bucket], contiguous
+        self.spans: dict[str, tuple[int, int]] = {}  # bytes in the arena
+        self._staged: tuple[dict[str, Tensor], ...] = tuple({} for _ in arena.staging)
+        self._arena = arena
+        offset = 0
+        for slot in slots:
+            shape = slot.shape(bucket.as_dict())
+            end = offset + prod(shape) * slot.dtype.itemsize
+            self.spans[slot.name] = (offset, end)
+            self.views[slot.name] = arena.device_bytes[offset:end].view(slot.dtype).view(shape)
+            for staged, buffer in zip(self._staged, arena.staging, strict=True):
+                staged[slot.name] = buffer[offset:end].view(slot.dtype).view(shape)
+            offset = -(-end // _ALIGN) * _ALIGN
+
+    def fill(self, inputs: Mapping[str, Tensor]) -> None:
+        """Copy `inputs` in and reset all padding. Host tensors travel in as few copies as lie side by side."""
+        if not self._staged:
+            for slot in self.slots:
+                _write(self.views[slot.name], inputs[slot.name], slot.pad)
+            return
+        host = [slot for slot in self.slots if inputs[slot.name].device.type == "cpu"]
+        if host:
+            turn = self._arena.next_staging()
+            for slot in host:
+                _write(self._staged[turn][slot.name], inputs[slot.name], slot.pad)
+            for start, end in self._runs(host):
+                self._arena.device_bytes[start:end].copy_(self._arena.staging[turn][start:end], non_blocking=True)
+            self._arena.staged(turn)
+        for slot in self.slots:
+            if inputs[slot.name].device.type != "cpu":
+                _write(self.views[slot.name], inputs[slot.name], slot.pad)
+
+    def _runs(self, slots: Iterable[Slot]) -> list[tuple[int, int]]:
+        """Byte ranges that cover these slots, neighbours merged (the gap between neighbours is alignment only)."""
+        runs: list[tuple[int, int]] = []
+        for slot in slots:
+            start, end = self.spans[slot.name]
+            if runs and start - runs[-1][1] < _ALIGN:
+                runs[-1] = (runs[-1][0], end)
+            else:
+                runs.append((start, end))
+        return runs
+
+
+class Arena:
+    """The memory of all static inputs of a set; buckets overlap in it, since one replay runs at a time."""
+
+    def __init__(self, slots: Sequence[Slot], buckets: Iterable[Bucket], device: torch.device) -> None:
+        size = max(sum(_bytes(slot, bucket) for slot in slots) for bucket in buckets)
+        self.device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
+        copies = 2 if device.type == "cuda" else 0
+        self.staging = tuple(torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(copies))
+        self._events = tuple(torch.cuda.Event() for _ in range(copies))
+        self._turn = 0
+
+    def next_staging(self) -> int:
+        self._turn = (self._turn + 1) % len(self.staging)
+        self._events[self._turn].synchronize()  # done long ago unless the host runs two calls ahead
+        return self._turn
+
+    def staged(self, turn: int) -> None:
+        self._events[turn].record()
+
+
+def _bytes(slot: Slot, bucket: Bucket) -> int:
+    return -(-prod(slot.shape(bucket.as_dict())) * slot.dtype.itemsize // _ALIGN) * _ALIGN
+
+
+def _write(view: Tensor, source: Tensor, pad: float | None) -> None:
+    """Write every element of `view` once: the real corner from `source`, the rest by the pad rule."""
+    real = source.shape
+    corner = view
+    for dim, size in enumerate(real):
+        if size == view.shape[dim]:
+            continue
+        tail = corner.narrow(dim, size, view.shape[dim] - size)
+        corner = corner.narrow(dim, 0, size)
+        if pad is not None:
+            tail.fill_(pad)
+    corner.copy_(source)
+    if pad is None:
+        _repeat_last(view, real)
+
+
+def _repeat_last(view: Tensor, real: Sequence[int]) -> None:
+    """Innermost dimension first, so that an outer one repeats rows that are already whole."""
+    for dim in reversed(range(view.dim())):
+        size = real[dim]
+        if size == view.shape[dim]:
+            continue
+        rows = view
+        for outer in range(dim):
+            rows = rows.narrow(outer, 0, real[outer])
+        tail = rows.narrow(dim, size, view.shape[dim] - size)
+        tail.copy_(rows.narrow(dim, size - 1, 1).expand_as(tail))
+
+
+def check_inputs(slots: Sequence[Slot], inputs: Mapping[str, object], device: torch.device) -> dict[str, int]:
+    """The size of each axis in a call's tensors.
+
+    Raises:
+        InputError: a tensor is missing, unknown, or of the wrong kind, dtype, device or rank; two tensors disagree
+            about an axis; or an axis is empty.
+    """
+    if len(inputs) != len(slots) or any(slot.name not in inputs for slot in slots):
+        names = ", ".join(slot.name for slot in slots)
+        raise InputError("the call's tensors do not match the set", given=", ".join(inputs) or "none", expected=names)
+    sizes: dict[str, int] = {}
+    said_by: dict[str, str] = {}
+    for slot in slots:
+        tensor = inputs[slot.name]
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{slot.name} is not a tensor", given=type(tensor).__name__, hint="use torch.as_tensor")
+        if tensor.dtype != slot.dtype:
+            raise InputError(f"{slot.name} has the wrong dtype", given=tensor.dtype, expected=slot.dtype)
+        if tensor.device != device and tensor.device.type != "cpu":
+            raise InputError(f"{slot.name} is on another device", given=tensor.device, expected=f"{device} or cpu")
+        if tensor.dim() != len(slot.dims):
+            dims = ", ".join(str(dim) for dim in slot.dims)
+            raise InputError(f"{slot.name} has the wrong rank", given=list(tensor.shape), expected=f"[{dims}]")
+        for dim, size in zip(slot.dims, tensor.shape, strict=True):
+            if isinstance(dim, int):
+                if size != dim:
+                    raise InputError(f"{slot.name} has the wrong shape", given=list(tensor.shape), expected=slot.dims)
+            elif sizes.setdefault(dim, size) != size:
+                both = f"{sizes[dim]} in {said_by[dim]}, {size} in {slot.name}"
+                raise InputError(f"tensors disagree about {dim}", given=both)
+            else:
+                said_by.setdefault(dim, slot.name)
+    for axis, size in sizes.items():
+        if size == 0:
+            raise InputError(f"{axis} is empty", given=f"{said_by[axis]} of size 0", expected="at least 1")
+    return sizes
+
+
+class Outputs:
+    """How a function's result becomes named tensors, and how those are handed out."""
+
+    def __init__(self, specs: Mapping[str, OutputSpec], ownership: Literal["cloned", "borrowed"] | Ring) -> None:
+        self.specs = dict(specs)
+        self._ownership = ownership
+        turns = ownership.ring if isinstance(ownership, Ring) else 0
+        self._rings: list[dict[str, Tensor]] = [{} for _ in range(turns)]
+        self._turn = 0
+
+    def select(self, raw: object) -> dict[str, Tensor]:
+        """The declared outputs in whatever the function returned: a tensor, a mapping, a sequence or an object."""
+        names = list(self.specs)
+        found: dict[str, object]
+        if isinstance(raw, Tensor):
+            found = {names[0]: raw} if len(names) == 1 else {}
+        elif isinstance(raw, Mapping):
+            found = {name: raw[name] for name in names if name in raw}
+        elif isinstance(raw, Sequence):
+            found = dict(zip(names, raw, strict=False))
+        else:
+            found = {name: getattr(raw, name) for name in names if hasattr(raw, name)}
+        for name in names:
+            if not isinstance(found.get(name), Tensor):
+                raise ConfigError(f"the function returns no tensor for output {name}", given=type(raw).__name__)
+        return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+    def check(self, outputs: Mapping[str, Tensor], bucket: Bucket) -> None:
+        """Compare the shapes with the set's declaration. Raises ConfigError naming both."""
+        for name, spec in self.specs.items():
+            shape = outputs[name].shape
+            wanted = tuple(d if isinstance(d, int) or d == "any" else bucket[d] for d in spec.shape)
+            if len(shape) != len(wanted) or any(w not in ("any", s) for w, s in zip(wanted, shape, strict=True)):
+                raise ConfigError(
+                    f"output {name} has another shape than declared",
+                    given=f"{list(shape)} in bucket {bucket}",
+                    expected=list(spec.shape),
+                )
+
+    def read(self, outputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """The real part of static outputs, in memory that the set's `outputs_are` promises."""
+        if self._rings:
+            self._turn = (self._turn + 1) % len(self._rings)
+        result = {}
+        for name, spec in self.specs.items():
+            real = unpad(outputs[name], spec.shape, sizes)
+            if self._rings:
+                real = self._ring(name, real).copy_(real)
+            elif self._ownership == "cloned":
+                real = real.clone(memory_format=torch.contiguous_format)
+            result[name] = real
+        return result
+
+    def _ring(self, name: str, like: Tensor) -> Tensor:
+        """The buffer whose turn it is, shaped like `like`. One too small is replaced; whoever holds it keeps it."""
+        buffers = self._rings[self._turn]
+        flat = buffers.get(name)
+        if flat is None or flat.numel() < like.numel() or flat.dtype != like.dtype or flat.device != like.device:
+            flat = buffers[name] = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+        return flat[: like.numel()].view(like.shape)
+
+
+def unpad(output: Tensor, dims: Sequence[str | int], sizes: Mapping[str, int]) -> Tensor:
+    """A view of the real corner of `output`."""
+    for position, dim in enumerate(dims):
+        if isinstance(dim, str) and dim != "any" and output.shape[position] != sizes[dim]:
+            output = output.narrow(position, 0, sizes[dim])
+    return output
+
+
+def pack(
+    slots: Sequence[Slot], requests: Sequence[Mapping[str, Tensor]], sizes: Sequence[Mapping[str, int]]
+) -> dict[str, Tensor]:
+    """Ragged requests as one batch, each tensor padded by its slot's rule to the longest request's sizes."""
+    longest = {axis: max(size[axis] for size in sizes) for axis in sizes[0]}
+    batch = {}
+    for slot in slots:
+        first = requests[0][slot.name]
+        made = torch.empty((len(requests), *slot.shape(longest)), dtype=slot.dtype, device=first.device)
+        for row, request in enumerate(requests):
+            _write(made[row], request[slot.name], slot.pad)
+        batch[slot.name] = made
+    return batch

@@ -1,0 +1,217 @@
+"""Warm-up: every bucket is run, captured and checked before the first request, or its failure is named.
+
+Order: all buckets are warmed, largest first, before any is captured, so that no workspace grows and nothing compiles
+afterwards; then all are captured, largest first, so that smaller ones reuse the pool; then each is replayed, padded,
+against the unpadded function. A failure costs its bucket, which runs eagerly; a broken device ends warm-up.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bucketgraph.buckets import Bucket
+from bucketgraph.errors import CaptureError
+
+if TYPE_CHECKING:
+    from bucketgraph.manager import BucketManager, Captured
+
+# Relative to the largest magnitude of the reference: a sum over a padded row may be grouped differently.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+_STAGES = ("warm", "capture", "check")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One step of warm-up, as passed to `on_progress`."""
+
+    name: str  # the manager's
+    bucket: str
+    stage: str  # warm, capture or check
+    done: int
+    total: int
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class BucketReport:
+    """How one bucket's warm-up went."""
+
+    name: str
+    bucket: str
+    executable: str
+    seconds: float
+    mib: float
+    check: float | None  # largest relative error against unpadded eager
+    error: str | None
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """All buckets, in the order they were captured."""
+
+    seconds: float
+    device: str
+    buckets: tuple[BucketReport, ...] = field(default=())
+
+    @property
+    def failed(self) -> tuple[BucketReport, ...]:
+        return tuple(bucket for bucket in self.buckets if bucket.error is not None)
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed
+
+    @property
+    def mib(self) -> float:
+        return sum(bucket.mib for bucket in self.buckets)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, **asdict(self)}
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON."""
+        Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def warm_up(
+    managers: Sequence[BucketManager],
+    on_progress: Callable[[Progress], None] | None = None,
+    only: Iterable[Bucket] | None = None,
+) -> WarmupReport:
+    """Warm up all buckets of managers that share a family (or just `only`, of a single manager).
+
+    Raises:
+        CaptureError: the device is unusable after a failure, so that no bucket could be trusted.
+    """
+    started = time.perf_counter()
+    gc.collect()  # garbage found during a capture would end it
+    work = [
+        (manager, manager.build(bucket))
+        for manager in managers
+        for bucket in (manager.lattice.buckets if only is None else only)
+        if only is not None or not manager.policy.lazy
+    ]
+    work.sort(key=lambda item: -prod(item[1].bucket.sizes))
+    done = 0
+    for stage in _STAGES:
+        for manager, captured in work:
+            done += 1
+            if captured.error is None and (stage != "check" or manager.policy.self_check):
+                _step(stage, manager, captured)
+            if on_progress is not None:
+                total = len(work) * len(_STAGES)
+                label = (manager.name, str(captured.bucket), stage)
+                on_progress(Progress(*label, done, total, captured.seconds, captured.error))
+    for manager, captured in work:
+        manager.adopt(captured)
+    for manager in managers:
+        if only is None and not manager.policy.lazy:
+            manager.ready()
+    rows = tuple(
+        BucketReport(m.name, str(c.bucket), c.executable.kind, c.seconds, c.mib, c.check, c.error) for m, c in work
+    )
+    return WarmupReport(time.perf_counter() - started, str(managers[0].device), rows)
+
+
+def _step(stage: str, manager: BucketManager, captured: Captured) -> None:
+    """One stage of one bucket. What goes wrong is the bucket's error, unless the device itself is broken."""
+    started = time.perf_counter()
+    try:
+        with manager.family.turn(), torch.no_grad():
+            {"warm": _warm, "capture": _capture, "check": _check}[stage](manager, captured)
+    except Exception as error:
+        captured.error = f"{stage}: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        captured.executable.release()
+        _require_device(manager, captured, error)
+    captured.seconds += time.perf_counter() - started
+
+
+def _warm(manager: BucketManager, captured: Captured) -> None:
+    captured.inputs.fill(manager.example(captured.bucket.as_dict(), _generator(captured.bucket)))
+    captured.executable.warm()
+    _sync(manager.device)
+
+
+def _capture(manager: BucketManager, captured: Captured) -> None:
+    budget = manager.memory.budget
+    if budget is not None and manager.family.mib * 2**20 >= budget:
+        raise CaptureError("the memory budget is spent", given=f"{manager.family.mib:.0f} MiB in earlier graphs")
+    before = _free_bytes(manager.device)
+    # The arena holds another bucket's inputs by now; capture and its first replay must see legal ones.
+    captured.inputs.fill(manager.example(captured.bucket.as_dict(), _generator(captured.bucket)))
+    captured.executable.capture()
+    manager.check_outputs(captured)
+    _sync(manager.device)
+    captured.mib = max(0, before - _free_bytes(manager.device)) / 2**20
+    manager.family.mib += captured.mib
+
+
+def _check(manager: BucketManager, captured: Captured) -> None:
+    """Padded replay against the unpadded function, on sizes that only this bucket serves where there are any."""
+    generator = _generator(captured.bucket)
+    sizes = _inner_sizes(manager, captured.bucket)
+    inputs = manager.example(sizes, generator)
+    want = {name: tensor.clone() for name, tensor in manager.run_unpadded(inputs).items()}
+    got = manager.replay(captured, inputs, sizes)
+    captured.check = max(_difference(name, got[name], want[name], manager.policy.tolerance) for name in want)
+
+
+def _difference(name: str, got: Tensor, want: Tensor, tolerance: float | None) -> float:
+    """Largest difference over largest magnitude. Raises CaptureError above the tolerance, or for NaN."""
+    if got.shape != want.shape:
+        raise CaptureError(f"output {name} has another shape than unpadded", given=list(got.shape), expected=want.shape)
+    if not want.dtype.is_floating_point:
+        wrong = int((got != want).sum())
+        if wrong:
+            raise CaptureError(f"output {name} differs from unpadded eager", given=f"{wrong} of {want.numel()} values")
+        return 0.0
+    if not bool(torch.isfinite(want).all()):
+        raise CaptureError(f"output {name} of the function itself is not finite")
+    scale = float(want.abs().max().clamp_min(1e-30))
+    error = float((got.double() - want.double()).abs().max()) / scale
+    limit = tolerance if tolerance is not None else TOLERANCE[want.dtype]
+    if not error <= limit:
+        raise CaptureError(f"output {name} differs from unpadded eager", given=f"{error:.2e}", expected=f"{limit:g}")
+    return error
+
+
+def _inner_sizes(manager: BucketManager, bucket: Bucket) -> dict[str, int]:
+    """Sizes halfway down to the next smaller size of each axis, so that every axis with room has a padded tail."""
+    inner = {}
+    for axis, size in zip(manager.lattice.axes, bucket.sizes, strict=True):
+        position = axis.sizes.index(size)
+        below = axis.sizes[position - 1] if position else 0
+        inner[axis.name] = size - (size - below) // 2 if size - below > 1 else size
+    return inner
+
+
+def _generator(bucket: Bucket) -> torch.Generator:
+    return torch.Generator().manual_seed(prod(bucket.sizes))
+
+
+def _require_device(manager: BucketManager, captured: Captured, error: Exception) -> None:
+    try:
+        _sync(manager.device)
+    except RuntimeError as broken:
+        what = f"the device is unusable after bucket {captured.bucket} failed"
+        raise CaptureError(what, given=str(broken).splitlines()[0], hint="restart the process") from error
+
+
+def _sync(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
