@@ -1,5 +1,6 @@
-"""For every lane: steady property tests, and no lane run in a process that is wrong for it. The watchdog over each test
-is pytest's own, set in pyproject.toml.
+"""For every lane: steady property tests, and GPU tests only where they can run.
+
+The watchdog over each test is pytest's own, set in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -22,16 +23,12 @@ else:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In one process Triton is either interpreted or compiled: a lane in the wrong one is skipped, not run wrongly."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    cuda: bool | None = None
-    for item in items:
-        if TESTS / "interp" in item.path.parents and not interpreted:
-            item.add_marker(pytest.mark.skip(reason="the interp lane needs TRITON_INTERPRET=1"))
-        elif TESTS / "gpu" in item.path.parents or item.get_closest_marker("gpu"):
-            if cuda is None:
-                import torch  # here, so that lanes without a GPU test do not pay for it
+    """GPU tests are skipped where they cannot run: without CUDA, and in a process whose kernels are interpreted."""
+    gpu = [item for item in items if TESTS / "gpu" in item.path.parents or item.get_closest_marker("gpu")]
+    if not gpu:
+        return  # and torch is not imported for nothing
+    import torch
 
-                cuda = torch.cuda.is_available()
-            if interpreted or not cuda:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU and TRITON_INTERPRET unset"))
+    if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU and TRITON_INTERPRET unset"))
