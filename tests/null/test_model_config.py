@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,11 @@ def test_load_config_reads_a_folder_and_names_what_is_wrong_in_it(tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(CLASSIC))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
     assert load_config(tmp_path) == dataclasses.replace(preset("llama-3.2-1b"), eos_token_ids=(3,))
+
+
+def test_configs_need_no_torch() -> None:
+    code = "import sys, bucketgraph.llm.presets; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -385,6 +386,17 @@ def test_a_truncated_or_foreign_gguf_file_is_named(tmp_path: Path) -> None:
         (tmp_path / "m.gguf").write_bytes(content)
         with pytest.raises(ModelError, match=r"cannot read .*m\.gguf"):
             load_config(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("package", ["gguf", "safetensors"])
+def test_a_missing_package_names_the_extra_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    folder, config = folder_of(tmp_path, lambda state: None)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModelError, match=rf"{package} package.*pip install .bucketgraph\[llm\]"):
+        load(tmp_path / "m.gguf" if package == "gguf" else folder, config)
 
 
 @pytest.mark.slow
