@@ -17,4 +17,4 @@ if TYPE_CHECKING:
 def ops(device: torch.device | str) -> ModuleType:
     """The module that runs the ops on `device`: the Triton kernels on CUDA, the plain-torch twins anywhere else."""
     kind = device if isinstance(device, str) else device.type
-    return importlib.import_module(f"{__name__}.{'ops' if kind.split(':')[0] == 'cuda' else 'reference'}")
+    return importlib.import_module(f"{__name__}.{'triton_ops' if kind.split(':')[0] == 'cuda' else 'reference'}")

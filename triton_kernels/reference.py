@@ -1,7 +1,7 @@
 """Plain-torch twins of every kernel: obviously right, and the production path on machines without a GPU.
 
 Rules: no triton import. Inputs of any float dtype; arithmetic in float32, or in float64 where the inputs are float64;
-rounding to the input dtype happens where the kernels round. Lengths are read on the host (a sync on CUDA: test use only).
+rounding to the input dtype happens where the kernels round. Lengths are read on the host, a sync on CUDA.
 KV caches are `[pages, kv_heads, page_size, head_dim]`; a block table lists a request's pages in order.
 """
 

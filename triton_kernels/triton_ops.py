@@ -1,0 +1,10 @@
+"""The Triton kernels under the names and signatures of `reference`."""
+
+from .decode_attention import decode_attention
+from .prefill_attention import prefill_attention
+from .rms_norm import rms_norm
+from .rope import rope_and_write
+from .sampling import sample
+from .swiglu import swiglu
+
+__all__ = ["decode_attention", "prefill_attention", "rms_norm", "rope_and_write", "sample", "swiglu"]
