@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bucketgraph.config import BucketSet, load
 
 if TYPE_CHECKING:
-    from bucketgraph.llm.engine import LLM
+    from bucketgraph.llm.api import LLM
     from bucketgraph.llm.sampling import SamplingParams
     from bucketgraph.manager import BucketManager
 
@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 # What needs torch is imported when it is first asked for, so that reading a bucket set does not wait for it.
 _LAZY = {
     "BucketManager": "bucketgraph.manager",
-    "LLM": "bucketgraph.llm.engine",
+    "LLM": "bucketgraph.llm.api",
     "SamplingParams": "bucketgraph.llm.sampling",
 }
 

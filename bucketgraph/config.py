@@ -9,7 +9,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from math import isfinite
 from pathlib import Path
+from sys import float_info
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -31,7 +34,20 @@ from bucketgraph import yaml_strict
 from bucketgraph.buckets import Lattice, check_sizes, ladder
 from bucketgraph.errors import ConfigError
 
-DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+# The values that each dtype holds: a pad or a range outside would fail, or wrap, at the first call.
+_LIMITS: dict[str, tuple[float, float]] = {
+    "float32": (-3.4028234663852886e38, 3.4028234663852886e38),
+    "float16": (-65504.0, 65504.0),
+    "bfloat16": (-3.3895313892515355e38, 3.3895313892515355e38),
+    "float64": (-float_info.max, float_info.max),
+    "int64": (-(1 << 63), (1 << 63) - 1),
+    "int32": (-(1 << 31), (1 << 31) - 1),
+    "int16": (-(1 << 15), (1 << 15) - 1),
+    "int8": (-(1 << 7), (1 << 7) - 1),
+    "uint8": (0, 255),
+    "bool": (0, 1),
+}
+DTYPES = tuple(_LIMITS)
 ExecutableKind = Literal["auto", "cudagraph", "compiled", "eager"]
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -42,10 +58,17 @@ def _number(value: object) -> object:
     return value
 
 
+def _whole(value: object) -> object:
+    # A literal 1 would take True and 1.0 for itself.
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"expected a whole number, given {value!r}")
+    return value
+
+
 def _byte_size(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B)", value) if isinstance(value, str) else None
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([KMGT]?i?B)", value) if isinstance(value, str) else None
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"expected a size such as 512MiB or 4GiB, given {value!r}")
     return int(float(match[1]) * _UNITS[match[2]])
@@ -136,10 +159,18 @@ class InputSpec(Model):
             raise ValueError("`any` is for outputs; an input's dimensions are axes or fixed sizes")
         if self.pad == "skip" and self.dtype not in ("int64", "int32", "int16", "int8"):
             raise ValueError(f"pad: skip marks an index with -1 and needs a signed integer dtype, given {self.dtype}")
-        if isinstance(self.pad, float) and not is_float and self.pad != int(self.pad):
-            raise ValueError(f"pad {self.pad} does not fit dtype {self.dtype}")
-        if self.range is not None and (is_float or self.range[0] >= self.range[1]):
-            raise ValueError(f"range is [low, high) with low below high, for integer dtypes, given {list(self.range)}")
+        low, high = _LIMITS[self.dtype]
+        if isinstance(self.pad, (int, float)):
+            # Floats can pad with nan and inf, too; whole numbers cannot.
+            fits = low <= self.pad <= high and (is_float or self.pad == int(self.pad))
+            if not fits and not (is_float and not isfinite(self.pad)):
+                raise ValueError(f"pad {self.pad} does not fit dtype {self.dtype}")
+        if self.range is not None:
+            if is_float or self.range[0] >= self.range[1]:
+                given = list(self.range)
+                raise ValueError(f"range is [low, high) with low below high, for integer dtypes, given {given}")
+            if self.range[0] < low or self.range[1] - 1 > high:
+                raise ValueError(f"range {list(self.range)} does not fit dtype {self.dtype}")
         return self
 
 
@@ -147,10 +178,11 @@ class OutputSpec(Model):
     """An output: its shape in axes; `any` stands for a size that padding does not touch."""
 
     shape: tuple[Dim, ...]
+    check: StrictBool = True  # false: not compared in self-checks, such as an argmax, which rounding can turn
 
 
 class Ring(Model):
-    """Outputs are copied into one of `ring` buffers in turn: valid until that many later calls of the same bucket."""
+    """Outputs are copied into one of `ring` buffers in turn; the `ring`-th call afterwards overwrites them."""
 
     ring: StrictInt = Field(ge=1, le=1024)
 
@@ -183,13 +215,13 @@ class Warmup(Model):
 
     self_check: StrictBool = True
     lazy: StrictBool = False
-    tolerance: Number | None = Field(default=None, gt=0)  # relative; None picks by dtype
+    tolerance: Number | None = Field(default=None, gt=0, allow_inf_nan=False)  # relative; None picks by dtype
 
 
 class KVCacheSpec(Model):
     """The paged KV cache of an LLM set. `memory: null` takes what the model and the device leave."""
 
-    page_size: Literal[16, 32, 64, 128] = 16
+    page_size: Annotated[Literal[16, 32, 64, 128], BeforeValidator(_whole)] = 16
     memory: ByteSize | None = Field(default=None, ge=1)
 
 
@@ -231,10 +263,13 @@ class PhaseSpec(Model):
 
     @property
     def request_axis(self) -> str | None:
-        """The axis that leads every input and output: requests lie along it, and a call can be split along it."""
-        leading = {spec.shape[0] if spec.shape else None for spec in (*self.inputs.values(), *self.outputs.values())}
+        """The axis that leads every input and output and is nowhere else: a call can be split along it."""
+        shapes = [item.shape for item in self.inputs.values()] + [item.shape for item in self.outputs.values()]
+        leading = {shape[0] if shape else None for shape in shapes}
         only = leading.pop() if len(leading) == 1 else None
-        return only if isinstance(only, str) and only != "any" else None
+        if not isinstance(only, str) or only == "any" or any(only in shape[1:] for shape in shapes):
+            return None
+        return only
 
     def lattice(self) -> Lattice:
         """The buckets and their total lookup."""
@@ -254,7 +289,7 @@ class BucketSet(PhaseSpec):
     Either one function (`axes`, `inputs`, `outputs`) or an LLM (`phases: {prefill, decode}` and `kv_cache`).
     """
 
-    version: Literal[1]
+    version: Annotated[Literal[1], BeforeValidator(_whole)]
     name: StrictStr = Field(min_length=1)
     model: StrictStr | None = None  # what `bucketgraph warmup` loads when --model is not given
     memory: Memory = Memory()
@@ -272,11 +307,27 @@ class BucketSet(PhaseSpec):
     def is_llm(self) -> bool:
         return self.phases is not None
 
+    @property
+    def kv_cache_spec(self) -> KVCacheSpec:
+        return self.kv_cache or KVCacheSpec()
+
+    @field_validator("phases", mode="before")
+    @classmethod
+    def _llm_defaults(cls, phases: Any) -> Any:
+        """A decode batch over the largest bucket is run in parts unless the set says otherwise."""
+        decode = phases.get("decode") if isinstance(phases, Mapping) else None
+        if not isinstance(decode, Mapping) or "overflow" in decode:
+            return phases
+        return {**phases, "decode": {**decode, "overflow": "split"}}
+
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if self.phases is not None:
-            if self.axes or self.inputs or self.outputs or self.buckets or self.work:
-                raise ValueError("a set has either phases (an LLM) or axes, inputs and outputs (one function)")
+            if misplaced := sorted(self.model_fields_set & PhaseSpec.model_fields.keys()):
+                raise ValueError(
+                    f"a set with phases (an LLM) has no {misplaced[0]} of its own; what one function has at the top"
+                    " belongs to phases.prefill and phases.decode"
+                )
             _check_llm(self.phases)
             return self
         if self.kv_cache is not None or self.max_model_len is not None:
@@ -293,7 +344,7 @@ class BucketSet(PhaseSpec):
 _PHASE_AXES = {"prefill": (("tokens", "requests"), ("tokens",)), "decode": (("batch",), ("batch",))}
 
 
-def _check_llm(phases: Mapping[str, PhaseSpec]) -> None:
+def _check_llm(phases: Mapping[Any, PhaseSpec]) -> None:
     for name, (allowed, needed) in _PHASE_AXES.items():
         if name not in phases:
             raise ValueError(f"phases.{name} is missing; an LLM set has prefill and decode")
@@ -338,15 +389,15 @@ def load(path: str | Path) -> BucketSet:
 
 def find(path: str | Path) -> Path:
     """The file behind a path or the name of a ready set. Raises ConfigError listing the ready sets."""
-    file = Path(path)
-    if file.is_file():
-        return file
-    ready = Path(__file__).parent / "configs"
-    named = ready / f"{path}.yaml"
-    if file.name == str(path) and named.is_file():
-        return named
+    file, ready = Path(path), Path(__file__).parent / "configs"
+    with suppress(OSError, ValueError):  # the text of a set instead of its path: too long, or not a name at all
+        if file.is_file():
+            return file
+        named = ready / f"{path}.yaml"
+        if file.name == str(path) and named.is_file():
+            return named
     names = ", ".join(sorted(p.stem for p in ready.glob("*.yaml")))
-    raise ConfigError(f"{path}: no such bucket set", expected=f"a YAML file, or a ready set: {names}")
+    raise ConfigError(f"{_short(path)}: no such bucket set", expected=f"a YAML file, or a ready set: {names}")
 
 
 def schema() -> dict[str, Any]:
@@ -358,11 +409,18 @@ def schema() -> dict[str, Any]:
 def _problems(error: ValidationError) -> list[str]:
     lines = []
     for problem in error.errors():
-        path = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
+        parts = (str(part) for part in problem["loc"])
+        path = ".".join(part for part in parts if part != "[key]" and not part.startswith("function-"))
         text = problem["msg"].removeprefix("Value error, ").removeprefix("axis : ")
         if problem["type"] == "missing":
             lines.append(f"key {path} is missing")
             continue
         given = "" if problem["type"] == "value_error" else f", given {problem['input']!r}"
-        lines.append((f"key {path}: " if path else "") + text[0].lower() + text[1:] + given)
+        lines.append(_short((f"key {path}: " if path else "") + text[0].lower() + text[1:] + given))
     return lines
+
+
+def _short(text: object) -> str:
+    """An error quotes what it was given, but not a page of it."""
+    whole = str(text)
+    return whole if len(whole) <= 600 else f"{whole[:400]} ... {whole[-200:]}"

@@ -22,11 +22,12 @@ from bucketgraph.buckets import Bucket, Plan
 from bucketgraph.config import BucketSet, Memory, PhaseSpec, Warmup, load
 from bucketgraph.errors import ConfigError, InputError, NoBucketError, NotWarmError
 from bucketgraph.executables import Executable, Family
-from bucketgraph.slots import Arena, Outputs, Slot, StaticInputs, check_inputs, pack, unpad
+from bucketgraph.slots import Arena, Outputs, Slot, StaticInputs, check_inputs, longest, pack, unpad
 from bucketgraph.stats import Recorder, Stats
 from bucketgraph.warmup import Progress, WarmupReport, warm_up
 
 Example = Callable[[Mapping[str, int], torch.Generator], Mapping[str, Tensor]]
+_Ended = tuple[dict[str, Tensor], str, str | None, str | None]  # result, outcome, and code and reason of a way out
 
 
 @dataclass
@@ -40,6 +41,11 @@ class Captured:
     mib: float = 0.0  # device memory that the capture took
     check: float | None = None  # largest relative error of padded replay against unpadded eager
     error: str | None = None  # why this bucket is not used; its calls run eagerly
+
+    @property
+    def serves(self) -> str:
+        """The kind of executable that this bucket's calls run on."""
+        return self.executable.kind if self.error is None else "eager"
 
 
 class BucketManager:
@@ -73,14 +79,18 @@ class BucketManager:
         spec = bucket_set if isinstance(bucket_set, PhaseSpec) else load(os.fspath(bucket_set))
         if isinstance(spec, BucketSet) and spec.is_llm:
             raise ConfigError(f"{spec.source}: an LLM set has phases", hint="use bucketgraph.LLM")
-        if isinstance(fn, torch.nn.Module) and fn.training:
-            raise ConfigError("the module is in training mode", hint="call .eval() first: dropout would make it random")
+        for path, module in fn.named_modules() if isinstance(fn, torch.nn.Module) else ():
+            if module.training:
+                what = f"{path or 'the module'} is in training mode"
+                raise ConfigError(what, hint="call .eval() first: dropout would make it random")
         self.fn = fn
         self.spec = spec
         self.name = name or (spec.name if isinstance(spec, BucketSet) else "buckets")
         self.policy = warmup or (spec.warmup if isinstance(spec, BucketSet) else Warmup())
         self.memory = memory or (spec.memory if isinstance(spec, BucketSet) else Memory())
-        self.device = family.device if family else _device_of(fn, device)
+        self.device = device_of(fn, device if device is not None or family is None else family.device)
+        if family is not None and self.device != family.device:
+            raise ConfigError("the family is on another device", given=family.device, expected=self.device)
         self.kind = executables.resolve(spec.executable, self.device)
         self.family = family or Family(self.device)
         self.lattice = spec.lattice()
@@ -99,7 +109,7 @@ class BucketManager:
         """Warm, capture and check every bucket, largest first. A bucket that fails costs that bucket alone."""
         return warm_up([self], on_progress)
 
-    def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
+    def __call__(self, /, **inputs: Tensor) -> dict[str, Tensor]:
         """Run a batch that is padded already, of any size.
 
         Returns:
@@ -112,7 +122,7 @@ class BucketManager:
         """
         self._require_warm()
         sizes = check_inputs(self.slots, inputs, self.device)
-        return self._run(self.lattice.plan([sizes[name] for name in self.lattice.names]), inputs)
+        return self._run(self.plan(**sizes), inputs)
 
     def run_batch(self, requests: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Pack ragged requests into one batch, run it, and give each its own unpadded result.
@@ -122,6 +132,7 @@ class BucketManager:
 
         Raises:
             InputError: no requests, a request does not fit, or the set has no axis that requests lie along.
+            NoBucketError: no bucket covers a part of the batch; then nothing ran.
         """
         self._require_warm()
         axis = self.spec.request_axis
@@ -132,15 +143,19 @@ class BucketManager:
         slots = [Slot(s.name, s.dims[1:], s.dtype, s.pad, s.range) for s in self.slots]
         each = [check_inputs(slots, request, self.device) for request in requests]
         limit = self.lattice.axes[self._order[axis]].largest if self.spec.overflow == "split" else len(each)
+        parts = [slice(start, start + limit) for start in range(0, len(each), limit)]
+        # Each part is padded to its own longest request, and all are planned before the first one runs.
+        plans = [self.plan(**{axis: len(each[part])}, **longest(each[part])) for part in parts]
+        self._refuse_any(plans)
         results: list[dict[str, Tensor]] = []
-        for start in range(0, len(each), limit):  # each part is padded to its own longest request
-            batch = self(**pack(slots, requests[start : start + limit], each[start : start + limit]))
-            for row, sizes in enumerate(each[start : start + limit]):
+        for part, plan in zip(parts, plans, strict=True):
+            batch = self._run(plan, pack(slots, requests[part], each[part]), keep=len(parts) > 1)
+            for row, sizes in enumerate(each[part]):
                 own = {n: unpad(batch[n][row], spec.shape[1:], sizes) for n, spec in self.spec.outputs.items()}
                 results.append(own)
         return results
 
-    def plan(self, **sizes: int) -> Plan:
+    def plan(self, /, **sizes: int) -> Plan:
         """What a call of these sizes would do; nothing runs and nothing is counted."""
         if set(sizes) != set(self.lattice.names):
             raise InputError("a plan needs every axis", given=", ".join(sizes), expected=", ".join(self.lattice.names))
@@ -150,16 +165,15 @@ class BucketManager:
         """Hits and padding per bucket, and every call that went another way, with its reason."""
         with self.family.lock:
             return self._recorder.snapshot(
-                (bucket, self._captured[bucket].executable.kind if bucket in self._captured else "none")
+                (bucket, self._captured[bucket].serves if bucket in self._captured else "none")
                 for bucket in self.lattice.buckets
             )
 
     def release(self) -> None:
         """Give graphs and static memory back. The manager cannot be called afterwards, unless warmed up again."""
         with self.family.lock:
-            for captured in self._captured.values():
-                captured.executable.release()
-            self._captured.clear()
+            for bucket in list(self._captured):
+                self._drop(bucket)
             self._arena = None
             self._state = "released"
 
@@ -171,54 +185,61 @@ class BucketManager:
 
     # -- plan, fill, replay, read ------------------------------------------------------------------------------------
 
-    def _run(self, plan: Plan, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        with self.family.turn(), torch.no_grad():
-            if plan.kind == "refuse":
-                self._recorder.call("refused", plan.code, plan.reason)
-                raise NoBucketError(plan.reason or "no bucket", hint="add a larger bucket, or set overflow")
-            if plan.kind == "split":
-                parts = self._run_parts(plan, inputs)
-                self._recorder.call("split", plan.code, plan.reason)
-                return parts
-            result, code, reason = self._run_piece(plan, inputs)
-            self._recorder.call("eager" if code else "replayed", code, reason)
+    def _run(self, plan: Plan, inputs: Mapping[str, Tensor], keep: bool = False) -> dict[str, Tensor]:
+        with self.family.turn():
+            self._require_warm()  # once more: it may have been released while this call waited
+            self._refuse_any([plan])
+            try:
+                result, outcome, code, reason = (self._run_parts if plan.parts else self._run_whole)(plan, inputs, keep)
+            except Exception:
+                self._recorder.call("raised")
+                raise
+            self._recorder.call(outcome, code, reason)
             return result
 
-    def _run_piece(self, plan: Plan, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str | None, str | None]:
-        """The result, and the code and reason if it did not come from a bucket."""
-        captured = self._ready(plan.bucket) if plan.bucket is not None else None
-        if captured is not None and captured.error is None:
-            self._recorder.hit(plan)
-            return self.replay(captured, inputs, self._named(plan.sizes)), None, None
-        code, reason = ("bucket_failed", captured.error) if captured else (plan.code, plan.reason)
-        return self._outputs.read(self.run_unpadded(inputs), self._named(plan.sizes)), code, reason
+    def _refuse_any(self, plans: Sequence[Plan]) -> None:
+        for plan in plans:
+            if plan.kind == "refuse":
+                with self.family.lock:
+                    self._recorder.call("refused", plan.code, plan.reason)
+                what = "a larger bucket" if self.spec.overflow == "split" else "a larger bucket, or set overflow: eager"
+                raise NoBucketError(plan.reason or "no bucket", hint=f"add {what}")
 
-    def _run_parts(self, plan: Plan, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run a call in pieces along the request axis. All pieces are planned before the first one runs."""
+    def _run_whole(self, plan: Plan, inputs: Mapping[str, Tensor], keep: bool) -> _Ended:
+        captured = self._ready(plan.bucket) if plan.bucket is not None else None
+        sizes = self._named(plan.sizes)
+        if captured is not None and captured.error is None:
+            result = self.replay(captured, inputs, sizes, keep=keep)
+            self._recorder.hit(plan)
+            return result, "replayed", None, None
+        code, reason = ("bucket_failed", captured.error) if captured else (plan.code, plan.reason)
+        return self._outputs.read(self.run_unpadded(inputs), sizes, keep=keep), "eager", code, reason
+
+    def _run_parts(self, plan: Plan, inputs: Mapping[str, Tensor], keep: bool) -> _Ended:
+        """Run a call in pieces along the request axis. The result is new memory, whatever `outputs_are` says."""
         position = self._order[self.spec.request_axis or ""]
-        pieces = [self.lattice.plan((*plan.sizes[:position], n, *plan.sizes[position + 1 :])) for n in plan.parts]
-        for piece in pieces:
-            if piece.kind == "refuse":
-                self._recorder.call("refused", piece.code, piece.reason)
-                raise NoBucketError(piece.reason or "no bucket", hint="only the request axis can be split")
         results, start = [], 0
-        for piece, size in zip(pieces, plan.parts, strict=True):
+        for size in plan.parts:
+            piece = self.lattice.plan((*plan.sizes[:position], size, *plan.sizes[position + 1 :]))
             part = {name: tensor.narrow(0, start, size) for name, tensor in inputs.items()}
-            result = self._run_piece(piece, part)[0]
-            if self.spec.outputs_are != "cloned":  # the next piece would overwrite it
-                result = {name: tensor.clone() for name, tensor in result.items()}
+            result, outcome, code, reason = self._run_whole(piece, part, keep=True)
+            if code is not None:
+                self._recorder.fallback(outcome, code, reason)
             results.append(result)
             start += size
-        return {name: torch.cat([result[name] for result in results]) for name in results[0]}
+        whole = {name: torch.cat([result[name] for result in results]) for name in results[0]}
+        return whole, "split", plan.code, plan.reason
 
-    def replay(self, captured: Captured, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """Fill, replay and read one bucket. The family's turn must be held."""
+    def replay(
+        self, captured: Captured, inputs: Mapping[str, Tensor], sizes: Mapping[str, int], *, keep: bool = False
+    ) -> dict[str, Tensor]:
+        """Fill, replay and read one bucket. The family's turn must be held. `keep` as in `Outputs.read`."""
         with _range("fill", self.device):
             captured.inputs.fill(inputs)
         with _range("replay", self.device):
             raw = captured.executable.replay()
         with _range("read", self.device):
-            return self._outputs.read(self._outputs.select(raw), sizes)
+            return self._outputs.read(self._outputs.select(raw), sizes, keep=keep)
 
     def run_unpadded(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The function itself, eagerly, on exactly these inputs."""
@@ -240,20 +261,29 @@ class BucketManager:
             return dict(self._example(sizes, generator))
         return {slot.name: slot.example(sizes, generator) for slot in self.slots}
 
-    def check_outputs(self, captured: Captured) -> None:
-        """Replay once as filled and compare the outputs' shapes with the set. Raises ConfigError."""
-        self._outputs.check(self._outputs.select(captured.executable.replay()), captured.bucket)
+    def check_outputs(self, captured: Captured) -> dict[str, Tensor]:
+        """Replay once as filled; the static outputs, their shapes compared with the set. Raises ConfigError."""
+        outputs = self._outputs.select(captured.executable.replay())
+        self._outputs.check(outputs, captured.bucket)
+        return outputs
 
     def adopt(self, captured: Captured) -> None:
         """Serve this bucket from now on."""
-        self._captured[captured.bucket] = captured
+        with self.family.lock:
+            self._drop(captured.bucket)
+            self._captured[captured.bucket] = captured
 
     def ready(self) -> None:
-        self._state = "warm"
+        self._state = "lazy" if self.policy.lazy else "warm"
 
     @property
     def captured(self) -> Mapping[Bucket, Captured]:
         return self._captured
+
+    def _drop(self, bucket: Bucket) -> None:
+        if (captured := self._captured.pop(bucket, None)) is not None:
+            captured.executable.release()
+            self.family.mib -= captured.mib
 
     def _ready(self, bucket: Bucket) -> Captured:
         if bucket not in self._captured:  # a lazy set: captured by its first call
@@ -269,15 +299,19 @@ class BucketManager:
         return dict(zip(self.lattice.names, sizes, strict=True))
 
 
-def _device_of(fn: object, device: torch.device | str | None) -> torch.device:
-    if device is None and isinstance(fn, torch.nn.Module):
-        tensor = next(iter(fn.parameters()), next(iter(fn.buffers()), None))
-        device = tensor.device if tensor is not None else None
+def device_of(fn: object, device: torch.device | str | None) -> torch.device:
+    own: torch.device | None = None
+    if isinstance(fn, torch.nn.Module):
+        tensor = next(fn.parameters(), next(fn.buffers(), None))
+        own = tensor.device if tensor is not None else None
+    device = own if device is None else device
     made = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if made.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("no CUDA device is available", given=made, hint="use device cpu")
-    if made.type == "cuda" and made.index is None:
+    if made == torch.device("cuda"):
         made = torch.device("cuda", torch.cuda.current_device())
+    if own is not None and own != made:
+        raise ConfigError("the module is on another device", given=own, expected=made, hint="move it with .to(device)")
     return made
 
 

@@ -1,0 +1,7 @@
+"""`python -m bucketgraph`."""
+
+import sys
+
+from bucketgraph.cli import main
+
+sys.exit(main())

@@ -1,0 +1,212 @@
+"""Requests to tensors and back: the two phases' bucket managers over one KV cache.
+
+Rules: the host builds plain arrays from requests and hands them to a manager, which pads, dispatches and replays; no
+device value is read here. Both phases share a family: one pool, one capture stream, one replay at a time. The phase,
+not the shape, picks the manager: a one-token prompt is a prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bucketgraph.config import BucketSet, PhaseSpec
+from bucketgraph.errors import ConfigError
+from bucketgraph.executables import Family
+from bucketgraph.llm import model as forward
+from bucketgraph.llm.kv_cache import PagedKVCache
+from bucketgraph.llm.model import LanguageModel
+from bucketgraph.llm.request import Request
+from bucketgraph.llm.sampling import SamplingParams
+from bucketgraph.manager import BucketManager
+from bucketgraph.stats import Stats
+from bucketgraph.warmup import Progress, WarmupReport, warm_up
+
+REQUEST_SLOTS = (8,)  # prompts that one prefill can pack, where the set declares no `requests` axis
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+class Runner:
+    """Runs prefill and decode steps for lists of requests."""
+
+    def __init__(self, model: LanguageModel, bucket_set: BucketSet, max_model_len: int) -> None:
+        assert bucket_set.phases is not None, "an LLM set has phases"
+        self.model, self.cache = model, model.cache
+        self.max_model_len = max_model_len
+        # One spare column: a kernel may load the entry after the last one it needs.
+        self.table_width = self.cache.pages_for(max_model_len) + 1
+        family = Family(model.weights.embed.device)
+
+        def manager(name: str, phase: PhaseSpec, fn: Callable[..., object]) -> BucketManager:
+            example = self._prefill_example if name == "prefill" else self._decode_example
+            return BucketManager(
+                fn,
+                phase,
+                family=family,
+                example=example,
+                name=name,
+                warmup=bucket_set.warmup,
+                memory=bucket_set.memory,
+            )
+
+        prefill, decode = _complete(bucket_set, self.table_width)
+        _check_fit(prefill, decode, self.cache, max_model_len)
+        self.prefill_manager = manager("prefill", prefill, model.prefill)
+        self.decode_manager = manager("decode", decode, model.decode)
+        self.max_tokens, self.max_requests = prefill.axes["tokens"][-1], prefill.axes["requests"][-1]
+
+    def warmup(self, on_progress: Callable[[Progress], None] | None = None) -> WarmupReport:
+        """Warm both phases together, then clear what that wrote into the cache."""
+        report = warm_up([self.prefill_manager, self.decode_manager], on_progress)
+        self.cache.clear()
+        return report
+
+    def stats(self) -> dict[str, Stats]:
+        return {"prefill": self.prefill_manager.stats(), "decode": self.decode_manager.stats()}
+
+    def release(self) -> None:
+        self.prefill_manager.release()
+        self.decode_manager.release()
+
+    # -- runs: the returned tensors are static memory, to be read before the next run --------------------------------
+
+    def prefill(self, chunks: Sequence[tuple[Request, int]]) -> tuple[Tensor, Tensor]:
+        """Run the next `n` pending tokens of each request. Returns tokens `[R]` and logits `[R, vocab]`."""
+        result = self.prefill_manager(**self._prefill_arrays(chunks))
+        for request, count in chunks:
+            request.computed += count
+        return result["tokens"], result["logits"]
+
+    def decode(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
+        """Run the one pending token of each request. Returns tokens `[B]` and logits `[B, vocab]`."""
+        result = self.decode_manager(**self._decode_arrays(requests))
+        for request in requests:
+            request.computed += 1
+        return result["tokens"], result["logits"]
+
+    def _prefill_arrays(self, chunks: Sequence[tuple[Request, int]]) -> dict[str, Tensor]:
+        ids: list[int] = []
+        positions, slots = [], []
+        for request, count in chunks:
+            start, end = request.computed, request.computed + count
+            ids.extend(request.tokens[start:end])
+            at = np.arange(start, end, dtype=np.int64)
+            positions.append(at)
+            slots.append(self._slots(request, at))
+        return {
+            "input_ids": torch.tensor(ids, dtype=torch.int64),
+            "positions": torch.from_numpy(np.concatenate(positions).astype(np.int32)),
+            "slot_mapping": torch.from_numpy(np.concatenate(slots)),
+            "query_ends": torch.from_numpy(np.cumsum([count for _, count in chunks], dtype=np.int32)),
+            "kv_lens": torch.tensor([request.computed + count for request, count in chunks], dtype=torch.int32),
+            **self._row_arrays([request for request, _ in chunks]),
+        }
+
+    def _decode_arrays(self, requests: Sequence[Request]) -> dict[str, Tensor]:
+        positions = np.array([request.computed for request in requests], dtype=np.int64)
+        size = self.cache.page_size
+        pages = np.array([request.table[request.computed // size] for request in requests], dtype=np.int64)
+        return {
+            "input_ids": torch.tensor([request.tokens[request.computed] for request in requests], dtype=torch.int64),
+            "positions": torch.from_numpy(positions.astype(np.int32)),
+            "slot_mapping": torch.from_numpy(pages * size + positions % size),
+            "kv_lens": torch.from_numpy(positions.astype(np.int32) + np.int32(1)),
+            **self._row_arrays(requests),
+        }
+
+    def _row_arrays(self, requests: Sequence[Request]) -> dict[str, Tensor]:
+        params = [request.params for request in requests]
+        return {
+            "block_tables": torch.from_numpy(np.stack([request.table for request in requests])),
+            "temperature": torch.tensor([p.temperature for p in params], dtype=torch.float32),
+            "top_k": torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int32),
+            "top_p": torch.tensor([p.top_p for p in params], dtype=torch.float32),
+            "seeds": torch.tensor([request.seed for request in requests], dtype=torch.int64),
+        }
+
+    def _slots(self, request: Request, positions: np.ndarray) -> np.ndarray:
+        size = self.cache.page_size
+        pages: np.ndarray = request.table[positions // size].astype(np.int64)
+        return pages * size + positions % size
+
+    # -- made-up requests for warm-up, on pages that no request holds yet --------------------------------------------
+
+    def _prefill_example(self, sizes: Mapping[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+        total, slots = sizes["tokens"], sizes["requests"]
+        room = self.cache.pages - 1 - self.cache.pages_for(total)  # each further request may open one more page
+        count = max(-(-total // self.max_model_len), min(slots, total, room + 1))
+        lengths = [total // count + (row < total % count) for row in range(count)]
+        requests = self._fake(lengths, generator)
+        arrays = self._prefill_arrays([(request, len(request.tokens)) for request in requests])
+        if count < slots:  # an empty slot looks like padding: it repeats the last end and has length 0
+            rest = slots - count
+            arrays["query_ends"] = torch.cat([arrays["query_ends"], arrays["query_ends"][-1:].expand(rest)])
+            for name, spec in self.prefill_manager.spec.inputs.items():
+                if spec.shape[0] == "requests" and name != "query_ends":
+                    arrays[name] = torch.cat([arrays[name], arrays[name].new_zeros(rest, *arrays[name].shape[1:])])
+        return arrays
+
+    def _decode_example(self, sizes: Mapping[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+        batch = sizes["batch"]
+        longest = min(self.max_model_len, (self.cache.pages - 1) // batch * self.cache.page_size, 200)
+        lengths = torch.randint(1, longest + 1, (batch,), generator=generator).tolist()
+        requests = self._fake(lengths, generator)
+        for request in requests:
+            request.computed = len(request.tokens) - 1
+        return self._decode_arrays(requests)
+
+    def _fake(self, lengths: Sequence[int], generator: torch.Generator) -> list[Request]:
+        vocab, page, requests = self.model.config.vocab_size, 1, []
+        for length in lengths:
+            tokens = torch.randint(0, vocab, (length,), generator=generator).tolist()
+            request = Request(tokens, _GREEDY, seed=0)
+            count = self.cache.pages_for(length)
+            request.hold(list(range(page, page + count)), self.table_width)
+            page += count
+            requests.append(request)
+        assert page <= self.cache.pages, "the fit of every bucket was checked"
+        return requests
+
+
+def _complete(bucket_set: BucketSet, table_width: int) -> tuple[PhaseSpec, PhaseSpec]:
+    """The set's phases with the model's own inputs and outputs, and the set's defaults."""
+    assert bucket_set.phases is not None, "an LLM set has phases"
+    prefill, decode = bucket_set.phases["prefill"], bucket_set.phases["decode"]
+
+    axes = prefill.axes if "requests" in prefill.axes else {**prefill.axes, "requests": REQUEST_SLOTS}
+    own = {
+        "axes": axes,
+        "work": ("tokens",),
+        "inputs": forward.prefill_inputs(table_width),
+        "outputs": forward.outputs("requests"),
+    }
+    rows = {"inputs": forward.decode_inputs(table_width), "outputs": forward.outputs("batch")}
+    # Results are read before the next run, so nothing is cloned that nobody asked for.
+    borrowed = {"outputs_are": "borrowed"}
+    return prefill.model_copy(update={**own, **borrowed}), decode.model_copy(update={**rows, **borrowed})
+
+
+def _check_fit(prefill: PhaseSpec, decode: PhaseSpec, cache: PagedKVCache, max_model_len: int) -> None:
+    """Refuse buckets that the KV cache or the context can never fill."""
+    tokens, requests, batch = prefill.axes["tokens"][-1], prefill.axes["requests"][-1], decode.axes["batch"][-1]
+    hint = "lower the largest bucket, or give kv_cache more memory"
+    if tokens > cache.capacity:
+        raise ConfigError(
+            "prefill's largest bucket exceeds the KV cache",
+            given=tokens,
+            expected=f"at most {cache.capacity} tokens",
+            hint=hint,
+        )
+    if tokens > requests * max_model_len:
+        given = f"{tokens} tokens for {requests} requests of at most {max_model_len}"
+        raise ConfigError("prefill's largest bucket can be filled by no requests", given=given)
+    if batch > cache.pages - 1:
+        raise ConfigError(
+            "decode's largest bucket exceeds the KV cache",
+            given=batch,
+            expected=f"at most {cache.pages - 1} requests",
+            hint=hint,
+        )
