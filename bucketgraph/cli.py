@@ -160,7 +160,8 @@ def _generate(args: argparse.Namespace) -> int:
     )
     llm = _load_llm(args.model or DEFAULT_MODEL, args.buckets, args)
     prompts: list[Any] = [_chat_ids(llm, text) if args.chat else text for text in args.prompts]
-    for text, result in zip(args.prompts, llm.generate(prompts, params), strict=True):
+    results = llm.generate(prompts, params)
+    for text, result in zip(args.prompts, results, strict=True):
         done = result.outputs[0]
         if args.json:
             row = {"prompt": text, "text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}

@@ -294,7 +294,7 @@ class BucketSet(PhaseSpec):
     model: StrictStr | None = None  # what `bucketgraph warmup` loads when --model is not given
     memory: Memory = Memory()
     warmup: Warmup = Warmup()
-    phases: dict[Literal["prefill", "decode"], PhaseSpec] | None = None
+    phases: dict[StrictStr, PhaseSpec] | None = None  # prefill and decode
     kv_cache: KVCacheSpec | None = None
     max_model_len: StrictInt | None = Field(default=None, ge=1)
     _source: str = PrivateAttr(default="bucket set")  # the file it came from
@@ -344,7 +344,9 @@ class BucketSet(PhaseSpec):
 _PHASE_AXES = {"prefill": (("tokens", "requests"), ("tokens",)), "decode": (("batch",), ("batch",))}
 
 
-def _check_llm(phases: Mapping[Any, PhaseSpec]) -> None:
+def _check_llm(phases: Mapping[str, PhaseSpec]) -> None:
+    if unknown := [name for name in phases if name not in _PHASE_AXES]:
+        raise ValueError(f"phases.{unknown[0]}: unknown phase, allowed: {', '.join(_PHASE_AXES)}")
     for name, (allowed, needed) in _PHASE_AXES.items():
         if name not in phases:
             raise ValueError(f"phases.{name} is missing; an LLM set has prefill and decode")

@@ -129,8 +129,8 @@ class Runner:
 
     def _slots(self, request: Request, positions: np.ndarray) -> np.ndarray:
         size = self.cache.page_size
-        pages: np.ndarray = request.table[positions // size].astype(np.int64)
-        return pages * size + positions % size
+        slots: np.ndarray = request.table[positions // size].astype(np.int64) * size + positions % size
+        return slots
 
     # -- made-up requests for warm-up, on pages that no request holds yet --------------------------------------------
 
