@@ -17,6 +17,7 @@ from bucketgraph.errors import ConfigError, InputError
 
 MAX_BUCKETS = 4096  # a table this large has long stopped being a bucket set
 MAX_GRID = 1 << 16  # combinations of sizes behind an explicit list of buckets
+MAX_SIZE = (1 << 31) - 1
 DENSE_LIMIT = 1 << 20  # axes up to this size are looked up by index, longer ones by bisection
 
 PlanKind = Literal["replay", "eager", "split", "refuse"]
@@ -61,7 +62,7 @@ class Plan:
     bucket: Bucket | None = None  # set when kind is replay
     real: int = 0  # product of the work axes as requested
     padded: int = 0  # the same product in the bucket
-    code: str | None = None  # short stable name of a way out: over_largest, over_padding
+    code: str | None = None  # short stable name of a way out: over_largest, no_cover, over_padding
     reason: str | None = None  # the same for people, with the numbers
     parts: tuple[int, ...] = ()  # kind split: the sizes along the request axis
 
@@ -78,6 +79,8 @@ def ladder(start: int, to: int, growth: float = 2.0, multiple_of: int = 1) -> tu
         raise ConfigError("multiple_of is too small", given=multiple_of, expected="at least 1")
     if start < 1 or to < start:
         raise ConfigError("a ladder needs 1 <= from <= to", given=f"from {start}, to {to}")
+    if to > MAX_SIZE:
+        raise ConfigError("`to` is absurdly large", given=to, expected=f"at most {MAX_SIZE}")
     if not 1.0 < growth <= 1e6:
         raise ConfigError("growth is out of range", given=growth, expected="above 1")
     for key, value in (("from", start), ("to", to)):
@@ -104,8 +107,8 @@ def check_sizes(name: str, sizes: Sequence[object]) -> tuple[int, ...]:
             raise ConfigError(f"axis {name}: a size must be a whole number", given=f"{size!r}")
         if size < 1:
             raise ConfigError(f"axis {name}: a size must be positive", given=size)
-        if size >= 1 << 31:
-            raise ConfigError(f"axis {name}: a size is absurdly large", given=size, expected="below 2^31")
+        if size > MAX_SIZE:
+            raise ConfigError(f"axis {name}: a size is absurdly large", given=size, expected=f"at most {MAX_SIZE}")
         if good and size == good[-1]:
             raise ConfigError(f"axis {name}: {size} is listed twice")
         if good and size < good[-1]:
@@ -145,9 +148,10 @@ class Lattice:
             raise ConfigError("a bucket set needs at least one axis")
         self.axes = tuple(Axis(name, check_sizes(name, sizes)) for name, sizes in axes.items())
         self.names = tuple(axis.name for axis in self.axes)
-        for name in (*(work or ()), *((request_axis,) if request_axis else ())):
-            if name not in self.names:
-                raise ConfigError(f"axis {name} is not declared", expected=", ".join(self.names))
+        for key, used in (("work", work), ("request_axis", None if request_axis is None else [request_axis])):
+            if used is not None and (not used or len(set(used)) < len(used) or not set(used) <= set(self.names)):
+                names = ", ".join(self.names)
+                raise ConfigError(f"{key} names declared axes, each once", given=list(used), expected=f"of {names}")
         self.overflow = overflow
         self.request_axis = request_axis
         self.max_padding = max_padding
@@ -169,34 +173,46 @@ class Lattice:
             if size < 1:
                 raise InputError(f"{name} is empty", given=size, expected="at least 1")
         real = self._work_of(wanted)
-        for position, axis in enumerate(self.axes):
-            if wanted[position] > axis.largest:
-                return self._overflow_plan(wanted, real, axis)
-        point = tuple(
-            _index(steps, axis, size) for steps, axis, size in zip(self._steps, self.axes, wanted, strict=True)
-        )
-        bucket = self._cover[point]
+        bucket = self._covering(wanted)
         if bucket is None:
-            return self._way_out(wanted, real, "no_cover", f"no bucket covers {self._text(wanted)}")
+            return self._way_out(wanted, real)
         padded = self._work_of(bucket.sizes)
         if self.max_padding is not None and padded > self.max_padding * real:
             reason = f"bucket {bucket} pads {padded / real:.2f} times, over max_padding {self.max_padding:g}"
             return Plan("eager", wanted, None, real, real, "over_padding", reason)
         return Plan("replay", wanted, bucket, real, padded)
 
-    def _overflow_plan(self, wanted: tuple[int, ...], real: int, axis: Axis) -> Plan:
-        size = wanted[self.names.index(axis.name)]
-        reason = f"{axis.name} {size} is over the largest bucket's {axis.largest}"
-        if self.overflow == "split" and axis.name == self.request_axis:
-            whole, rest = divmod(size, axis.largest)
-            parts = (axis.largest,) * whole + ((rest,) if rest else ())
-            return Plan("split", wanted, None, real, real, "over_largest", reason, parts)
-        return self._way_out(wanted, real, "over_largest", reason)
+    def _covering(self, wanted: Sequence[int]) -> Bucket | None:
+        """The cheapest bucket that holds these sizes."""
+        point = []
+        for steps, axis, size in zip(self._steps, self.axes, wanted, strict=True):
+            if size > axis.largest:
+                return None
+            point.append(_index(steps, axis, size))
+        return self._cover[tuple(point)]
 
-    def _way_out(self, wanted: tuple[int, ...], real: int, code: str, reason: str) -> Plan:
+    def _way_out(self, wanted: tuple[int, ...], real: int) -> Plan:
+        over = [(axis, size) for axis, size in zip(self.axes, wanted, strict=True) if size > axis.largest]
+        if over:  # name last the axis that a split could mend
+            axis, size = min(over, key=lambda item: item[0].name == self.request_axis)
+            code, reason = "over_largest", f"{axis.name} {size} is over the largest bucket's {axis.largest}"
+        else:
+            code, reason = "no_cover", f"no bucket covers {self._text(wanted)}"
+        parts = self._split(wanted) if self.overflow == "split" else ()
         # What cannot be split is refused, not quietly run another way: the set asked for split, not for eager.
-        kind: PlanKind = "eager" if self.overflow == "eager" else "refuse"
-        return Plan(kind, wanted, None, real, real, code, reason)
+        kind: PlanKind = "split" if parts else "eager" if self.overflow == "eager" else "refuse"
+        return Plan(kind, wanted, None, real, real, code, reason, parts)
+
+    def _split(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+        """Sizes along the request axis, as large as buckets for the other axes allow; empty if there are none."""
+        if self.request_axis is None:
+            return ()
+        at = self.names.index(self.request_axis)
+        for size in reversed(self.axes[at].sizes):
+            if size < wanted[at] and self._covering((*wanted[:at], size, *wanted[at + 1 :])) is not None:
+                whole, rest = divmod(wanted[at], size)
+                return (size,) * whole + ((rest,) if rest else ())
+        return ()
 
     def _points(self, points: Iterable[Sequence[int]] | None) -> tuple[Bucket, ...]:
         grid = prod(len(axis.sizes) for axis in self.axes)
@@ -208,7 +224,7 @@ class Lattice:
         for raw in points:
             point = tuple(raw)
             if len(point) != len(self.axes):
-                raise ConfigError("a bucket needs one size for each axis", given=list(point), expected=self.names)
+                raise ConfigError("buckets: one size for each axis", given=list(point), expected=", ".join(self.names))
             for axis, size in zip(self.axes, point, strict=True):
                 if size not in axis.sizes:
                     raise ConfigError(
@@ -217,8 +233,10 @@ class Lattice:
             if point in chosen:
                 raise ConfigError(f"bucket {list(point)} is listed twice")
             chosen[point] = Bucket(self.names, point)
+            if len(chosen) > MAX_BUCKETS:
+                raise ConfigError("too many buckets", expected=f"at most {MAX_BUCKETS}", hint="shorten the list")
         if not chosen:
-            raise ConfigError("the list of buckets is empty")
+            raise ConfigError("buckets: the list is empty")
         for position, axis in enumerate(self.axes):
             unused = sorted(set(axis.sizes) - {point[position] for point in chosen})
             if unused:

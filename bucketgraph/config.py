@@ -75,7 +75,10 @@ def _byte_size(value: object) -> object:
 
 
 Number = Annotated[float, BeforeValidator(_number)]
-ByteSize = Annotated[int, BeforeValidator(_byte_size), WithJsonSchema({"type": ["integer", "string"]})]
+# Bounds stand before the validator, or the JSON Schema would not say them.
+Ratio = Annotated[float, Field(ge=1.0, allow_inf_nan=False), BeforeValidator(_number)]
+Tolerance = Annotated[float, Field(gt=0.0, allow_inf_nan=False), BeforeValidator(_number)]
+ByteSize = Annotated[int, Field(ge=1), BeforeValidator(_byte_size), WithJsonSchema({"type": ["integer", "string"]})]
 
 
 class Model(BaseModel):
@@ -207,7 +210,7 @@ Ownership = Annotated[
 class Memory(Model):
     """`budget`: buckets whose graphs would go over it run eagerly instead."""
 
-    budget: ByteSize | None = Field(default=None, ge=1)
+    budget: ByteSize | None = None
 
 
 class Warmup(Model):
@@ -215,14 +218,14 @@ class Warmup(Model):
 
     self_check: StrictBool = True
     lazy: StrictBool = False
-    tolerance: Number | None = Field(default=None, gt=0, allow_inf_nan=False)  # relative; None picks by dtype
+    tolerance: Tolerance | None = None  # relative; None picks by dtype
 
 
 class KVCacheSpec(Model):
     """The paged KV cache of an LLM set. `memory: null` takes what the model and the device leave."""
 
     page_size: Annotated[Literal[16, 32, 64, 128], BeforeValidator(_whole)] = 16
-    memory: ByteSize | None = Field(default=None, ge=1)
+    memory: ByteSize | None = None
 
 
 class PhaseSpec(Model):
@@ -235,7 +238,7 @@ class PhaseSpec(Model):
     inputs: dict[StrictStr, InputSpec] = Field(default_factory=dict)
     outputs: dict[StrictStr, OutputSpec] = Field(default_factory=dict)
     overflow: Literal["eager", "split", "error"] = "eager"
-    max_padding: Number | None = Field(default=None, ge=1.0, allow_inf_nan=False)
+    max_padding: Ratio | None = None
     outputs_are: Ownership = "cloned"
 
     @field_validator("axes", mode="after")

@@ -30,14 +30,17 @@ class Slot:
     name: str
     dims: tuple[str | int, ...]
     dtype: torch.dtype
-    pad: float | None  # the value of the padding; None repeats the last real element
+    pad: int | float | None  # the value of the padding; None repeats the last real element
     range: tuple[int, int] | None = None  # legal integers [low, high) for made-up inputs
 
     @classmethod
     def from_spec(cls, name: str, spec: InputSpec) -> Slot:
-        pad = {"zero": 0.0, "skip": float(SKIP), "repeat_last": None}.get(str(spec.pad), spec.pad)
+        pad = {"zero": 0, "skip": SKIP, "repeat_last": None}.get(str(spec.pad), spec.pad)
         assert not isinstance(pad, str), f"pad rule {spec.pad!r} was validated at load"
-        return cls(name, spec.shape, getattr(torch, spec.dtype), pad, spec.range)
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        # As torch takes them: a whole number may be too long to fill a float slot, a float too coarse for an int64.
+        exact = None if pad is None else float(pad) if dtype.is_floating_point else int(pad)
+        return cls(name, spec.shape, dtype, exact, spec.range)
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in self.dims)
@@ -105,10 +108,12 @@ class Arena:
 
     def __init__(self, slots: Sequence[Slot], buckets: Iterable[Bucket], device: torch.device) -> None:
         size = max(sum(_bytes(slot, bucket) for slot in slots) for bucket in buckets)
-        self.device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
         copies = 2 if device.type == "cuda" else 0
-        self.staging = tuple(torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(copies))
+        with torch.inference_mode(False):  # or only calls in inference mode could write it
+            self.device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
+            self.staging = tuple(torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(copies))
         self._events = tuple(torch.cuda.Event() for _ in range(copies))
+        self._device = device
         self._turn = 0
 
     def next_staging(self) -> int:
@@ -117,14 +122,15 @@ class Arena:
         return self._turn
 
     def staged(self, turn: int) -> None:
-        self._events[turn].record()
+        # Named, since the thread's current device may be another one.
+        self._events[turn].record(torch.cuda.current_stream(self._device))
 
 
 def _bytes(slot: Slot, bucket: Bucket) -> int:
     return -(-prod(slot.shape(bucket.as_dict())) * slot.dtype.itemsize // _ALIGN) * _ALIGN
 
 
-def _write(view: Tensor, source: Tensor, pad: float | None) -> None:
+def _write(view: Tensor, source: Tensor, pad: int | float | None) -> None:
     """Write every element of `view` once: the real corner from `source`, the rest by the pad rule."""
     real = source.shape
     corner = view
@@ -230,17 +236,21 @@ class Outputs:
                     expected=list(spec.shape),
                 )
 
-    def read(self, outputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """The real part of static outputs, in memory that the set's `outputs_are` promises."""
-        if self._rings:
+    def read(self, outputs: Mapping[str, Tensor], sizes: Mapping[str, int], *, keep: bool = False) -> dict[str, Tensor]:
+        """The real part of static outputs, in memory that the set's `outputs_are` promises.
+
+        `keep` clones them whatever the set says: one turn of a ring is one call, of however many replays.
+        """
+        clone = keep or self._ownership == "cloned"
+        if self._rings and not clone:
             self._turn = (self._turn + 1) % len(self._rings)
         result = {}
         for name, spec in self.specs.items():
             real = unpad(outputs[name], spec.shape, sizes)
-            if self._rings:
-                real = self._ring(name, real).copy_(real)
-            elif self._ownership == "cloned":
+            if clone:
                 real = real.clone(memory_format=torch.contiguous_format)
+            elif self._rings:
+                real = self._ring(name, real).copy_(real)
             result[name] = real
         return result
 
@@ -261,15 +271,20 @@ def unpad(output: Tensor, dims: Sequence[str | int], sizes: Mapping[str, int]) -
     return output
 
 
+def longest(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The largest size of each axis in any request."""
+    return {axis: max(size[axis] for size in sizes) for axis in sizes[0]}
+
+
 def pack(
     slots: Sequence[Slot], requests: Sequence[Mapping[str, Tensor]], sizes: Sequence[Mapping[str, int]]
 ) -> dict[str, Tensor]:
     """Ragged requests as one batch, each tensor padded by its slot's rule to the longest request's sizes."""
-    longest = {axis: max(size[axis] for size in sizes) for axis in sizes[0]}
+    largest = longest(sizes)
     batch = {}
     for slot in slots:
         first = requests[0][slot.name]
-        made = torch.empty((len(requests), *slot.shape(longest)), dtype=slot.dtype, device=first.device)
+        made = torch.empty((len(requests), *slot.shape(largest)), dtype=slot.dtype, device=first.device)
         for row, request in enumerate(requests):
             _write(made[row], request[slot.name], slot.pad)
         batch[slot.name] = made

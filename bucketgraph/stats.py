@@ -35,8 +35,8 @@ class Stats:
 
     name: str
     calls: int
-    outcomes: dict[str, int]  # replayed, split, eager, refused: they add up to calls
-    fallbacks: dict[str, int]  # outcome:code, such as eager:over_largest
+    outcomes: dict[str, int]  # replayed, split, eager, refused, raised: they add up to calls
+    fallbacks: dict[str, int]  # outcome:code, such as eager:over_largest; parts of split calls count, too
     buckets: tuple[BucketStats, ...] = field(default=())
 
     @property
@@ -63,8 +63,11 @@ class Recorder:
     def call(self, outcome: str, code: str | None = None, reason: str | None = None) -> None:
         """One call ended as `outcome`; a way out is logged the first time its code is seen."""
         self._outcomes[outcome] += 1
-        if code is None:
-            return
+        if code is not None:
+            self.fallback(outcome, code, reason)
+
+    def fallback(self, outcome: str, code: str, reason: str | None) -> None:
+        """A call, or a part of a split one, that no bucket served."""
         key = f"{outcome}:{code}"
         if not self._fallbacks[key]:
             log.warning("%s: %s call: %s (logged once, counted in stats)", self.name, outcome, reason)

@@ -93,16 +93,17 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def _measure(root: yaml.Node, source: str, loader: _Loader) -> None:
     """Refuse cycles, depth, alias bombs and tags on the node graph, before anything is built from it."""
-    sizes: dict[int, int] = {}
+    measured: dict[int, tuple[int, int]] = {}  # by node: how many values it stands for, and how many levels deep
     open_nodes: set[int] = set()
 
-    def size(node: yaml.Node, depth: int) -> int:
+    def measure(node: yaml.Node, depth: int) -> tuple[int, int]:
         if id(node) in open_nodes:
             raise ConfigError(f"{source}: line {node.start_mark.line + 1}: an alias contains itself")
-        if id(node) in sizes:
-            return sizes[id(node)]
-        if depth > MAX_DEPTH:
+        # What an alias stands for counts where it is used: short texts can nest deeply through aliases alone.
+        if depth + measured.get(id(node), (1, 1))[1] - 1 > MAX_DEPTH:
             raise ConfigError(f"{source}: nested too deeply", expected=f"at most {MAX_DEPTH} levels")
+        if id(node) in measured:
+            return measured[id(node)]
         plain = isinstance(node, yaml.ScalarNode) and node.style is None
         if node.tag != loader.resolve(type(node), node.value, (plain, not plain)):
             raise ConfigError(f"{source}: line {node.start_mark.line + 1}: tags are not used here", given=node.tag)
@@ -112,19 +113,20 @@ def _measure(root: yaml.Node, source: str, loader: _Loader) -> None:
         elif isinstance(node, yaml.SequenceNode):
             children = list(node.value)
         open_nodes.add(id(node))
-        total = 1 + sum(size(child, depth + 1) for child in children)
+        parts = [measure(child, depth + 1) for child in children]
         open_nodes.discard(id(node))
+        total = 1 + sum(count for count, _ in parts)
         if total > MAX_NODES:
             raise ConfigError(f"{source}: too many values", expected=f"at most {MAX_NODES} after aliases are followed")
-        sizes[id(node)] = total
-        return total
+        measured[id(node)] = total, 1 + max((levels for _, levels in parts), default=0)
+        return measured[id(node)]
 
-    size(root, 1)
+    measure(root, 1)
 
 
 def _one_line(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        return where + (error.problem or error.context or "malformed")
+        return where + (", ".join(part for part in (error.context, error.problem) if part) or "malformed")
     return " ".join(str(error).split())

@@ -2,15 +2,14 @@
 
 Recorded on the family's stream into the family's pool, with the garbage collector off: a graph or a compiled kernel
 that dies during capture ends it, so warm-up collects garbage beforehand. Capture is thread-local, so that errors of
-other threads cannot end it. Whatever happens, nothing stays capturing: a failed capture is ended, its graph dropped,
-its memory returned to the pool.
+other threads cannot end it. Whatever happens, nothing stays capturing: a failed capture is ended and its graph dropped.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from bucketgraph.errors import NotWarmError
 from bucketgraph.executables.family import Family
+from bucketgraph.executables.pool import Pool
 
 
 class CudaGraph:
@@ -29,6 +29,7 @@ class CudaGraph:
         self._fn = fn
         self._inputs = dict(inputs)
         self._family = family
+        self._pool: Pool | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: Any = None
 
@@ -43,7 +44,8 @@ class CudaGraph:
     def capture(self) -> None:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._family.device)
-        with _recording(graph, self._family):
+        self._pool = self._family.pool()
+        with _recording(graph, self._family.stream, self._pool):
             outputs = self._fn(**self._inputs)
         self._graph, self._outputs = graph, outputs
 
@@ -54,28 +56,29 @@ class CudaGraph:
         return self._outputs
 
     def release(self) -> None:
-        if self._graph is not None:
-            torch.cuda.synchronize(self._family.device)
-            self._graph.reset()
-        self._graph, self._outputs, self._inputs = None, None, {}
+        graph, self._graph, self._outputs, self._inputs = self._graph, None, None, {}
+        if self._pool is None:
+            return
+        torch.cuda.synchronize(self._family.device)
+        if graph is not None:
+            self._pool.remove(graph)
+        self._pool.reclaim()
 
 
 @contextmanager
-def _recording(graph: torch.cuda.CUDAGraph, family: Family) -> Iterator[None]:
+def _recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Pool) -> Iterator[None]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.stream(family.stream):
-            graph.capture_begin(pool=family.pool, capture_error_mode="thread_local")
+        with torch.cuda.stream(stream):
             try:
+                graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
                 yield
+                graph.capture_end()
             except BaseException:
-                with suppress(RuntimeError):  # the capture is already invalid; ending it is what matters
-                    graph.capture_end()
-                with suppress(RuntimeError):
-                    graph.reset()
+                pool.abandon(graph)
                 raise
-            graph.capture_end()
+            pool.add(graph)
     finally:
         if collects:
             gc.enable()

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from bucketgraph.executables.pool import Pool
+
 
 class Family:
     """Shared by all buckets of a manager, and by the managers of an LLM's phases."""
@@ -27,13 +29,14 @@ class Family:
         if device.type == "cuda":
             with torch.cuda.device(device):
                 self.stream = torch.cuda.Stream(device)
-                self.pool = torch.cuda.graph_pool_handle()
                 self._read = torch.cuda.Event()
+            self._pool = Pool(device)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Fill, replay and read happen inside: one caller at a time, after the last caller's reads on the GPU."""
-        with self.lock:
+        # Outside the caller's inference mode: tensors made inside it could not be written by a call outside it.
+        with self.lock, torch.inference_mode(False), torch.no_grad():
             if self._read is None:
                 yield
                 return
@@ -45,6 +48,12 @@ class Family:
             finally:
                 self._read.record(stream)
                 self._read_on = stream.cuda_stream
+
+    def pool(self) -> Pool:
+        """The pool for the next capture."""
+        if not self._pool.usable:
+            self._pool = Pool(self.device)
+        return self._pool
 
     def compiled(self, fn: object, compile_it: Callable[[], Any]) -> Any:
         """One compiled object per function, so that all buckets share its cache."""
