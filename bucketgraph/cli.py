@@ -210,8 +210,8 @@ def _demo(args: argparse.Namespace) -> int:
     where = f"{llm.device} in {str(llm.dtype).removeprefix('torch.')}"
     console.print(f"SmolLM2-135M-Instruct on {where}, ready in {ready:.1f} s ({llm.note})")
     started = time.perf_counter()
-    prompts = [_chat_ids(llm, text) for text in PROMPTS[1:]]
-    results = llm.generate([PROMPTS[0], *prompts], SamplingParams(temperature=0.0, max_tokens=args.max_tokens))
+    prompts: list[Any] = [PROMPTS[0], *(_chat_ids(llm, text) for text in PROMPTS[1:])]
+    results = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=args.max_tokens))
     seconds = time.perf_counter() - started
     for text, result in zip(PROMPTS, results, strict=True):
         console.print(f"[bold]{text}[/] {result.outputs[0].text.strip()}", highlight=False)
