@@ -1,0 +1,289 @@
+"""After each fill every byte of a static buffer is what its rule says; outputs are overwritten only as promised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+hypothesis = pytest.importorskip("hypothesis")
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from bucketgraph.buckets import Bucket  # noqa: E402
+from bucketgraph.config import InputSpec, OutputSpec, Ring  # noqa: E402
+from bucketgraph.errors import ConfigError, InputError  # noqa: E402
+from bucketgraph.slots import Arena, Outputs, Slot, StaticInputs, check_inputs, pack, unpad  # noqa: E402
+
+CPU = torch.device("cpu")
+DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+
+
+def slot(name: str, shape: Sequence[str | int], dtype: str = "float32", pad: Any = "zero") -> Slot:
+    return Slot.from_spec(name, InputSpec.model_validate({"shape": list(shape), "dtype": dtype, "pad": pad}))
+
+
+def bucket(**sizes: int) -> Bucket:
+    return Bucket(tuple(sizes), tuple(sizes.values()))
+
+
+def padded(source: np.ndarray[Any, Any], shape: tuple[int, ...], pad: float | None) -> np.ndarray[Any, Any]:
+    """The naive model: a value everywhere, or the last real element in each direction."""
+    if pad is None:
+        return np.pad(source, [(0, big - small) for big, small in zip(shape, source.shape, strict=True)], mode="edge")
+    whole = np.full(shape, pad, dtype=source.dtype)
+    whole[tuple(slice(0, size) for size in source.shape)] = source
+    return whole
+
+
+@settings(max_examples=150)
+@given(
+    rank=st.integers(1, 3),
+    data=st.data(),
+    dtype=st.sampled_from(["float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"]),
+    rule=st.sampled_from(["zero", "repeat_last", "skip", "value"]),
+    strided=st.booleans(),
+)
+def test_fill_writes_every_element_by_its_rule_whatever_lay_there(
+    rank: int, data: st.DataObject, dtype: str, rule: str, strided: bool
+) -> None:
+    names = ("batch", "tokens", "pages")[:rank]
+    full = tuple(data.draw(st.integers(1, 5)) for _ in names)
+    real = tuple(data.draw(st.integers(1, size)) for size in full)
+    if rule == "skip" and dtype not in ("int64", "int32", "int16", "int8"):
+        rule = "zero"
+    value = 1 if dtype == "bool" else 7
+    one = slot("x", names, dtype, value if rule == "value" else rule)
+    two = slot("y", [names[0]], "float32", "repeat_last")  # a neighbour, so that one slot's tail is not another's
+    space = bucket(**dict(zip(names, full, strict=True)))
+    arena = Arena([one, two], [space], CPU)
+    static = StaticInputs([one, two], space, arena)
+    arena.device_bytes.fill_(0xFF)  # NaN for floats, -1 for integers
+    source = torch.randint(0, 2 if dtype == "bool" else 100, real[::-1] if strided else real).to(one.dtype)
+    source = source.permute(*reversed(range(rank))) if strided else source
+    static.fill({"x": source, "y": torch.arange(real[0], dtype=torch.float32)})
+    pad = {"zero": 0.0, "skip": -1.0, "value": float(value), "repeat_last": None}[rule]
+    assert np.array_equal(static.views["x"].numpy(), padded(source.numpy(), full, pad))
+    assert np.array_equal(static.views["y"].numpy(), padded(np.arange(real[0], dtype=np.float32), full[:1], None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_of_an_earlier_larger_call_is_gone(dtype: str) -> None:
+    one, space = slot("x", ["batch", 2], dtype), bucket(batch=4)
+    arena = Arena([one], [space], CPU)
+    static = StaticInputs([one], space, arena)
+    floating = one.dtype.is_floating_point
+    static.fill({"x": torch.full((4, 2), float("nan") if floating else 1).to(one.dtype)})
+    static.fill({"x": torch.ones(1, 2).to(one.dtype)})
+    assert static.views["x"].float().tolist() == [[1, 1], [0, 0], [0, 0], [0, 0]]
+
+
+def test_large_buckets_leave_nothing_in_small_ones() -> None:
+    slots = [slot("x", ["batch", "tokens"]), slot("n", ["batch"], "int32", "skip")]
+    large, small = bucket(batch=8, tokens=16), bucket(batch=2, tokens=4)
+    arena = Arena(slots, [large, small], CPU)
+    a, b = (StaticInputs(slots, space, arena) for space in (large, small))
+    a.fill({"x": torch.full((8, 16), float("nan")), "n": torch.full((8,), 99, dtype=torch.int32)})
+    b.fill({"x": torch.ones(1, 3), "n": torch.tensor([5], dtype=torch.int32)})
+    assert b.views["x"].tolist() == [[1, 1, 1, 0], [0, 0, 0, 0]] and b.views["n"].tolist() == [5, -1]
+
+
+def test_slots_do_not_overlap_and_are_aligned() -> None:
+    slots = [slot("a", [3], "int8"), slot("b", ["batch"], "float64"), slot("c", ["batch", 5], "int16")]
+    arena = Arena(slots, [bucket(batch=7), bucket(batch=1)], CPU)
+    for space in (bucket(batch=7), bucket(batch=1)):
+        spans = list(StaticInputs(slots, space, arena).spans.values())
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+        assert all(start % 256 == 0 for start, _ in spans) and spans[-1][1] <= arena.device_bytes.numel()
+
+
+def test_host_inputs_go_through_staging_in_merged_copies_and_staging_is_reset_too() -> None:
+    slots = [slot("a", ["batch"]), slot("b", ["batch"]), slot("c", ["batch"])]
+    space = bucket(batch=4)
+    arena = Arena(slots, [space], CPU)
+    # Staging as on a GPU, with what would be pinned memory and events replaced: the arithmetic is the same.
+    arena.staging = tuple(torch.full_like(arena.device_bytes, 0xFF) for _ in range(2))
+    arena._events = (SimpleNamespace(synchronize=lambda: None, record=lambda *_: None),) * 2  # type: ignore[assignment]
+    arena.staged = lambda turn: None  # type: ignore[method-assign]
+    static = StaticInputs(slots, space, arena)
+    arena.device_bytes.fill_(0xFF)
+    assert static._runs(slots) == [(0, 512 + 16)]
+    assert static._runs([slots[0], slots[2]]) == [(0, 16), (512, 528)]
+    for step in range(5):
+        static.fill({name: torch.full((1 + step % 3,), float(step)) for name in "abc"})
+        for name in "abc":
+            assert static.views[name].tolist() == [float(step)] * (1 + step % 3) + [0.0] * (3 - step % 3)
+
+
+@pytest.mark.parametrize(
+    ("pad", "dtype", "expected"),
+    [
+        ("zero", "int64", 0),
+        ("skip", "int64", -1),
+        (2**62 + 1, "int64", 2**62 + 1),
+        (10**30, "float32", 1e30),
+        (0.5, "float32", 0.5),
+    ],
+)
+def test_a_pad_value_arrives_exactly(pad: Any, dtype: str, expected: float) -> None:
+    one, space = slot("x", ["n"], dtype, pad), bucket(n=2)
+    static = StaticInputs([one], space, Arena([one], [space], CPU))
+    static.fill({"x": torch.zeros(1, dtype=one.dtype)})
+    assert static.views["x"][1].item() == torch.tensor(expected, dtype=one.dtype).item()
+
+
+# -- check_inputs ----------------------------------------------------------------------------------------------------
+
+SLOTS = [slot("ids", ["batch", "tokens"], "int64"), slot("scale", ["batch", 3]), slot("n", ["batch"], "int32")]
+
+
+def inputs(**changed: Any) -> dict[str, Any]:
+    good = {"ids": torch.zeros(2, 5, dtype=torch.int64), "scale": torch.zeros(2, 3), "n": torch.zeros(2).int()}
+    return {name: value for name, value in {**good, **changed}.items() if value is not None}
+
+
+def test_sizes_are_read_from_the_tensors() -> None:
+    assert check_inputs(SLOTS, inputs(), CPU) == {"batch": 2, "tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"n": None}, "given ids, scale, expected ids, scale, n"),
+        ({"mask": torch.zeros(2)}, "given ids, scale, n, mask, expected ids, scale, n"),
+        ({"n": None, "m": torch.zeros(2).int()}, "given ids, scale, m, expected ids, scale, n"),
+        ({"n": [0, 0]}, "n is not a tensor: given list"),
+        ({"n": np.zeros(2, dtype=np.int32)}, "n is not a tensor: given ndarray"),
+        ({"ids": torch.zeros(2, 5)}, "ids has the wrong dtype: given torch.float32, expected torch.int64"),
+        (
+            {"ids": torch.zeros(2, dtype=torch.int64)},
+            r"ids has the wrong rank: given \[2\], expected \[batch, tokens\]",
+        ),
+        ({"scale": torch.zeros(2, 4)}, r"scale has the wrong shape: given \[2, 4\]"),
+        ({"scale": torch.zeros(3, 3)}, "tensors disagree about batch: given 2 in ids, 3 in scale"),
+        ({"n": torch.zeros(1).int()}, "tensors disagree about batch: given 2 in ids, 1 in n"),
+        ({"scale": torch.zeros(2, 3, device="meta")}, "scale is on another device: given meta, expected cpu"),
+        ({"ids": torch.zeros(2, 0, dtype=torch.int64)}, "tokens is empty: given ids of size 0"),
+    ],
+)
+def test_a_wrong_call_is_named(changed: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        check_inputs(SLOTS, inputs(**changed), CPU)
+
+
+def test_an_empty_batch_is_named() -> None:
+    empty = {"ids": torch.zeros(0, 5, dtype=torch.int64), "scale": torch.zeros(0, 3), "n": torch.zeros(0).int()}
+    with pytest.raises(InputError, match="batch is empty"):
+        check_inputs(SLOTS, empty, CPU)
+
+
+# -- outputs ---------------------------------------------------------------------------------------------------------
+
+
+def outputs(kind: Literal["cloned", "borrowed"] | Ring) -> Outputs:
+    return Outputs({"y": OutputSpec(shape=("batch", "any"))}, kind)
+
+
+def test_cloned_outputs_survive_and_are_contiguous() -> None:
+    static, out = torch.zeros(4, 3), outputs("cloned")
+    kept = []
+    for step in range(5):
+        static.fill_(step)
+        kept.append(out.read({"y": static}, {"batch": 2})["y"])
+    assert [t.unique().tolist() for t in kept] == [[0], [1], [2], [3], [4]]
+    assert all(t.is_contiguous() and t.shape == (2, 3) for t in kept)
+
+
+def test_a_ring_of_n_keeps_a_result_for_n_minus_1_later_calls_and_then_reuses_it() -> None:
+    static, out = torch.zeros(4, 3), outputs(Ring(ring=3))
+    kept = []
+    for step in range(4):
+        static.fill_(step)
+        kept.append(out.read({"y": static}, {"batch": 4})["y"])
+        recent = kept[-3:]
+        assert [int(t[0, 0]) for t in recent] == list(range(max(0, step - 2), step + 1))
+    assert kept[3].data_ptr() == kept[0].data_ptr()
+
+
+def test_a_ring_buffer_that_is_too_small_is_replaced_not_shared_with_its_holder() -> None:
+    out = outputs(Ring(ring=1))
+    small = out.read({"y": torch.zeros(4, 3)}, {"batch": 1})["y"]
+    large = out.read({"y": torch.ones(4, 3)}, {"batch": 4})["y"]
+    assert small.tolist() == [[0, 0, 0]] and large.shape == (4, 3) and small.data_ptr() != large.data_ptr()
+
+
+def test_keep_takes_no_turn_of_a_ring() -> None:
+    out = outputs(Ring(ring=1))
+    held = out.read({"y": torch.zeros(4, 3)}, {"batch": 4})["y"]
+    other = out.read({"y": torch.ones(4, 3)}, {"batch": 4}, keep=True)["y"]
+    assert held.sum() == 0 and other.data_ptr() != held.data_ptr()
+
+
+def test_borrowed_outputs_are_the_static_memory() -> None:
+    static = torch.zeros(4, 3)
+    assert outputs("borrowed").read({"y": static}, {"batch": 2})["y"].data_ptr() == static.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"a": torch.zeros(1), "b": torch.ones(1), "more": 3},
+        (torch.zeros(1), torch.ones(1)),
+        [torch.zeros(1), torch.ones(1), None],
+        SimpleNamespace(a=torch.zeros(1), b=torch.ones(1)),
+    ],
+    ids=["mapping", "tuple", "longer list", "object"],
+)
+def test_outputs_are_found_by_name_or_by_place(raw: object) -> None:
+    found = Outputs({"a": OutputSpec(shape=(1,)), "b": OutputSpec(shape=(1,))}, "cloned").select(raw)
+    assert [found[name].item() for name in ("a", "b")] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "raw", [torch.zeros(2, 1), {"a": torch.zeros(1)}, (torch.zeros(1),), (torch.zeros(1), None), None, 7, "ab"]
+)
+def test_a_result_without_a_declared_output_is_named(raw: object) -> None:
+    both = Outputs({"a": OutputSpec(shape=(1,)), "b": OutputSpec(shape=(1,))}, "cloned")
+    with pytest.raises(ConfigError, match=f"returns no tensor for output [ab]: given {type(raw).__name__}"):
+        both.select(raw)
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (2, 4, 1), (2,)])
+def test_an_output_of_another_shape_than_declared_is_named(shape: tuple[int, ...]) -> None:
+    out = Outputs({"y": OutputSpec(shape=("batch", 4))}, "cloned")
+    out.check({"y": torch.zeros(2, 4)}, bucket(batch=2))
+    with pytest.raises(ConfigError, match="output y has another shape than declared"):
+        out.check({"y": torch.zeros(shape)}, bucket(batch=2))
+
+
+def test_unpad_cuts_axes_only() -> None:
+    whole = torch.arange(24).view(4, 6)
+    assert unpad(whole, ("batch", "any"), {"batch": 2}).shape == (2, 6)
+    assert unpad(whole, ("batch", "tokens"), {"batch": 4, "tokens": 3}).tolist() == whole[:, :3].tolist()
+    assert unpad(whole, (4, 6), {}) is whole
+
+
+# -- pack ------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3)), min_size=1, max_size=5))
+def test_pack_pads_each_request_by_its_rule_to_the_longest(shapes: list[tuple[int, int]]) -> None:
+    slots = [slot("ids", ["tokens", "heads"], "int64", "skip"), slot("end", ["tokens"], "int64", "repeat_last")]
+    slots.append(slot("k", [2]))
+    asked: list[dict[str, Tensor]] = [
+        {"ids": torch.randint(0, 9, shape), "end": torch.arange(shape[0]), "k": torch.full((2,), float(row))}
+        for row, shape in enumerate(shapes)
+    ]
+    batch = pack(slots, asked, [{"tokens": n, "heads": h} for n, h in shapes])
+    tokens, heads = (max(sizes) for sizes in zip(*shapes, strict=True))
+    for row, request in enumerate(asked):
+        assert np.array_equal(batch["ids"][row].numpy(), padded(request["ids"].numpy(), (tokens, heads), -1))
+        assert np.array_equal(batch["end"][row].numpy(), padded(request["end"].numpy(), (tokens,), None))
+        assert batch["k"][row].tolist() == [row, row]
