@@ -18,7 +18,7 @@ from bucketgraph.config import BucketSet, load
 from bucketgraph.errors import ConfigError, InputError
 from bucketgraph.llm import padded
 from bucketgraph.llm.engine import Engine
-from bucketgraph.llm.kv_cache import PagedKVCache
+from bucketgraph.llm.kv_cache import PagedKVCache, pages_to_fill
 from bucketgraph.llm.model import LanguageModel
 from bucketgraph.llm.model_config import ModelConfig, load_config
 from bucketgraph.llm.padded import PaddedBatch
@@ -78,9 +78,11 @@ class LLM:
         tokenizer: Tokenizer | None = None
         if name.startswith("random:"):
             config = _random_config(name)
+            _check_context(max_model_len, bucket_set, config)
             weights = random_weights(config, _dtype(dtype, config, where), where)
         else:
             config = load_config(name)
+            _check_context(max_model_len, bucket_set, config)
             tokenizer = Tokenizer.from_path(name)
             weights = load_weights(name, config, _dtype(dtype, config, where), where)
         self._build(config, weights, tokenizer, bucket_set, max_model_len, seed)
@@ -172,10 +174,10 @@ class LLM:
             one `RequestOutput` per prompt, in order; or an iterator of deltas.
 
         Raises:
-            InputError: a prompt is empty, too long for the context or outside the vocabulary; nothing ran.
+            InputError: a prompt is empty, too long for the context or outside the vocabulary; nothing ran. Or open
+                padded batches hold pages of the KV cache that a prompt needs.
         """
         requests = self._requests(prompts, sampling_params)
-        self._engine.add(requests)
         if stream:
             return self._stream(requests)
         self._drive(requests)
@@ -210,7 +212,7 @@ class LLM:
         """
         found = padded.rows(input_ids, attention_mask, self.config.vocab_size)
         for row, line in enumerate(found):
-            self._check_length(len(line), f"row {row}")
+            self._check_length(f"row {row}", len(line))
         requests = [Request(line, _GREEDY, seed=0, index=row) for row, line in enumerate(found)]
         with self._engine.lock:
             self._reserve(requests)
@@ -232,7 +234,7 @@ class LLM:
         chosen = batch.tokens if tokens is None else tokens
         new = padded.next_tokens(chosen, len(batch.requests), self.config.vocab_size)
         for request in batch.requests:
-            self._check_length(len(request.tokens) + 1, f"row {request.index}")
+            self._check_length(f"row {request.index}", len(request.tokens), 1)
         with self._engine.lock:
             self._reserve(batch.requests, more=1)
             for request, token in zip(batch.requests, new, strict=True):
@@ -272,7 +274,10 @@ class LLM:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(listed)
         else:
-            params = list(sampling_params)
+            params = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params]
+        if wrong := [p for p in params if not isinstance(p, SamplingParams)]:
+            kind = type(wrong[0]).__name__
+            raise InputError("sampling params", given=kind, expected="one SamplingParams, or one for each prompt")
         if len(params) != len(listed):
             raise InputError("sampling params do not match the prompts", given=len(params), expected=len(listed))
         return [self._request(i, prompt, p) for i, (prompt, p) in enumerate(zip(listed, params, strict=True))]
@@ -283,7 +288,7 @@ class LLM:
         if not ids:
             raise InputError(f"{what} is empty", hint="give at least one token")
         padded.check_tokens(ids, self.config.vocab_size, what)
-        self._check_length(len(ids) + 1, what)
+        self._check_length(what, len(ids), 1)
         if params.stop_strings and self.tokenizer is None:
             raise InputError("stop strings need a tokenizer, and random weights have none")
         most = self.max_model_len if params.max_tokens is None else len(ids) + params.max_tokens
@@ -291,51 +296,53 @@ class LLM:
         return Request(list(ids), params, seed, text, index, limit=min(most, self.max_model_len))
 
     def _ids(self, prompt: Prompt, what: str) -> tuple[str | None, list[int]]:
-        text: object = prompt
+        text: object = prompt if isinstance(prompt, str) else None
+        ids: object = None if isinstance(prompt, str) else prompt
         if isinstance(prompt, Mapping):
             if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
                 raise InputError(f"{what} has unknown keys", given=sorted(unknown), expected="prompt, prompt_token_ids")
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-            text = prompt.get("prompt")
-        if isinstance(text, str):
-            if self.tokenizer is None:
-                raise InputError(f"{what} is text", hint="random weights have no tokenizer: give token ids")
-            return text, self.tokenizer.encode(text)
-        if isinstance(text, Sequence):
-            return None, list(text)
-        raise InputError(f"{what} is neither text nor token ids", given=type(text).__name__)
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if isinstance(ids, Sequence) and not isinstance(ids, (str, bytes)):
+            return (text if isinstance(text, str) else None), list(ids)
+        if ids is not None or not isinstance(text, str):
+            given = type(text if ids is None else ids).__name__
+            raise InputError(f"{what} is neither text nor a list of token ids", given=given)
+        if self.tokenizer is None:
+            raise InputError(f"{what} is text", hint="random weights have no tokenizer: give token ids")
+        return text, self.tokenizer.encode(text)
 
-    def _check_length(self, tokens: int, what: str) -> None:
-        if tokens > self.max_model_len:
+    def _check_length(self, what: str, tokens: int, new: int = 0) -> None:
+        if tokens + new > self.max_model_len:
             raise InputError(
                 f"{what} is too long for the context",
-                given=f"{tokens} tokens with the next one",
+                given=f"{tokens} tokens" + (f" and {new} to come" if new else ""),
                 expected=f"at most max_model_len {self.max_model_len}",
             )
 
     def _drive(self, requests: Sequence[Request]) -> None:
         try:
+            self._engine.add(requests)
             for request in requests:
                 while not request.done:
                     self._engine.step()
+                if request.error is not None:
+                    raise request.error
         finally:
             self._engine.abort(requests)
-        for request in requests:
-            if request.error is not None:
-                raise request.error
 
     def _stream(self, requests: Sequence[Request]) -> Iterator[Delta]:
         try:
-            while True:
+            self._engine.add(requests)
+            done = False
+            while not done:
+                self._engine.step()
+                # Seen before the deltas are taken: another thread's step may add the last ones meanwhile.
+                done = all(request.done for request in requests)
                 for request in requests:
-                    if request.error is not None:
-                        raise request.error
                     while request.deltas:
                         yield request.deltas.popleft()
-                if all(request.done for request in requests):
-                    return
-                self._engine.step()
+                    if request.error is not None:
+                        raise request.error
         finally:  # a consumer that stops early gives the pages back
             self._engine.abort(requests)
 
@@ -368,12 +375,7 @@ class LLM:
         logits: dict[Request, torch.Tensor] = {}
         waiting = list(requests)
         while waiting:
-            chunks, budget = [], self._runner.max_tokens
-            for request in waiting[: self._runner.max_requests]:
-                count = min(request.pending, budget)
-                if count:
-                    chunks.append((request, count))
-                budget -= count
+            chunks = self._runner.pack(waiting)
             new_tokens, new_logits = self._runner.prefill(chunks)
             for row, (request, _) in enumerate(chunks):
                 if request.pending == 0:
@@ -413,12 +415,24 @@ def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    listed = list(prompts)
-    if not listed:
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise InputError(
+            "prompts", given=type(prompts).__name__, expected="text, a list of token ids, or a list of these"
+        )
+    if not prompts:
         raise InputError("no prompts", given="an empty list", expected="at least one prompt")
-    if all(isinstance(item, int) for item in listed):
-        return [listed]  # type: ignore[list-item]  # one prompt of token ids
-    return listed  # type: ignore[return-value]
+    if all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]  # one prompt of token ids
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _check_context(asked: int | None, bucket_set: BucketSet, config: ModelConfig) -> int:
+    """The context length that is asked for, or else the model's."""
+    length = next((n for n in (asked, bucket_set.max_model_len) if n is not None), config.max_position_embeddings)
+    if not 1 <= length <= config.max_position_embeddings:
+        given, expected = length, f"1 to the model's {config.max_position_embeddings}"
+        raise ConfigError("max_model_len is out of range", given=given, expected=expected)
+    return length
 
 
 def _make_cache(
@@ -427,26 +441,22 @@ def _make_cache(
     """The KV cache and the context length: as long as asked, or as the model and the memory allow."""
     spec = bucket_set.kv_cache_spec
     dtype, device = weights.embed.dtype, weights.embed.device
-    asked = max_model_len if max_model_len is not None else bucket_set.max_model_len
-    if asked is not None and (asked < 1 or asked > config.max_position_embeddings):
-        raise ConfigError(
-            "max_model_len is out of range", given=asked, expected=f"1 to {config.max_position_embeddings}"
-        )
-    length = asked or config.max_position_embeddings
+    length = _check_context(max_model_len, bucket_set, config)
     assert bucket_set.phases is not None, "an LLM set has phases"
-    batch = bucket_set.phases["decode"].axes["batch"][-1]
+    batch, tokens = bucket_set.phases["decode"].axes["batch"][-1], bucket_set.phases["prefill"].axes["tokens"][-1]
     memory = spec.memory
     if memory is None:
         memory = _CPU_CACHE if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
     fits = memory // PagedKVCache.page_bytes(config, spec.page_size, dtype)
-    pages = min(fits, batch * -(-length // spec.page_size) + 1)
+    wanted = max(batch * -(-length // spec.page_size), pages_to_fill(tokens, length, spec.page_size))
+    pages = min(fits, wanted + 1)
     cache = PagedKVCache(config, pages, spec.page_size, dtype, device)
     if length > cache.capacity:
-        if asked is not None:
+        if max_model_len is not None or bucket_set.max_model_len is not None:
             raise ConfigError(
                 "the KV cache is smaller than max_model_len",
                 given=f"{cache.capacity} tokens",
-                expected=asked,
+                expected=length,
                 hint="raise kv_cache.memory or lower max_model_len",
             )
         log.warning("context limited to %d tokens, which is what the KV cache holds", cache.capacity)

@@ -2,7 +2,7 @@
 
 Rules: a request holds all the pages it may need before it starts, so it never stops half way; waiting prompts go
 before running decodes; a prompt longer than the largest prefill bucket is run in chunks. A step that fails ends the
-requests it ran, gives their pages back, and is raised to their callers. Threads may share an engine: each caller steps
+requests it ran, gives their pages back, and is their callers' to raise. Threads may share an engine: each caller steps
 it under the lock until its own requests are done.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from bucketgraph.errors import InputError
 from bucketgraph.llm.request import Request
 from bucketgraph.llm.runner import Runner
 from bucketgraph.llm.sampling import Delta, Logprob
@@ -46,46 +47,48 @@ class Engine:
                 self._leave(request)
 
     def step(self) -> None:
-        """Admit what fits, then run one prefill, or one decode if no prompt is waiting."""
+        """Admit what fits, then run one prefill, or one decode if no prompt is waiting.
+
+        The run may hold requests of other callers only, so its exception is not raised here: it becomes the `error` of
+        the requests that ran.
+        """
         with self.lock:
             self._admit()
-            prompts = [request for request in self._running if not request.output_ids]
-            batch = prompts or list(self._running)
+            chunks = self._runner.pack([request for request in self._running if request.in_prompt])
+            batch = [request for request, _ in chunks] or list(self._running)
             if not batch:
                 return
             try:
-                if prompts:
-                    self._prefill(prompts)
+                if chunks:
+                    self._prefill(chunks)
                 else:
                     self._accept(batch, *self._runner.decode(batch))
             except BaseException as error:
                 for request in batch:
-                    request.error = error
-                    self._leave(request)
-                raise
+                    if not request.done:
+                        request.error = error
+                        self._leave(request)
+                if not isinstance(error, Exception):  # an interrupt is meant for this thread, too
+                    raise
 
     def _admit(self) -> None:
         cache = self._runner.cache
-        while self._waiting and cache.pages_for(self._waiting[0].limit) <= cache.free_pages:
+        while self._waiting:
+            count = cache.pages_for(self._waiting[0].limit)
+            if count > cache.free_pages and self._running:
+                return  # those running give theirs back
             request = self._waiting.popleft()
-            request.hold(cache.allocate(cache.pages_for(request.limit)), self._runner.table_width)
+            try:
+                request.hold(cache.allocate(count), self._runner.table_width)
+            except InputError as error:  # open padded batches hold the pages, and nothing here would free them
+                request.error = error
+                continue
             self._running.append(request)
 
-    def _prefill(self, prompts: Sequence[Request]) -> None:
-        chunks: list[tuple[Request, int]] = []
-        budget = self._runner.max_tokens
-        for request in prompts[: self._runner.max_requests]:
-            if budget == 0:
-                break
-            count = min(request.pending, budget)
-            budget -= count
-            chunks.append((request, count))
+    def _prefill(self, chunks: Sequence[tuple[Request, int]]) -> None:
         tokens, logits = self._runner.prefill(chunks)
-        whole = [row for row, (request, _) in enumerate(chunks) if request.pending == 0]
-        if len(whole) < len(chunks):  # a chunk inside a prompt samples nothing
-            keep = torch.tensor(whole, dtype=torch.int64, device=tokens.device)
-            tokens, logits = tokens[keep], logits[keep]
-        self._accept([chunks[row][0] for row in whole], tokens, logits)
+        whole = [request for request, _ in chunks if request.pending == 0]  # all, or all but the last
+        self._accept(whole, tokens[: len(whole)], logits[: len(whole)])
 
     def _accept(self, requests: Sequence[Request], tokens: Tensor, logits: Tensor) -> None:
         """Append each request's new token and see whether it ends there."""
@@ -142,9 +145,9 @@ class _TextStream:
     def push(self, token: int, stops_count: bool) -> str:
         """The text that is certain now. Sets the request's finish reason when a stop string is complete."""
         request, stops = self._request, self._request.params.stop_strings
-        # A token that ends the request by itself is not part of the text, as in vLLM.
-        ended_by_token = request.finish_reason == "stop"
-        self._held += "" if ended_by_token else self._stream.feed(token)
+        # A token that ends the request by itself is part of the text only where stop strings are, as in vLLM.
+        if request.finish_reason != "stop" or request.params.include_stop_str_in_output:
+            self._held += self._stream.feed(token)
         if request.finish_reason is not None:
             self._held += self._stream.finish()
         if stops_count:

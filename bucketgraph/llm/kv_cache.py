@@ -13,6 +13,12 @@ from bucketgraph.errors import ConfigError, InputError
 from bucketgraph.llm.model_config import ModelConfig
 
 
+def pages_to_fill(tokens: int, longest: int, page_size: int) -> int:
+    """Pages that `tokens` may take as one request, or as few requests of at most `longest` tokens."""
+    requests = -(-tokens // longest)
+    return requests * -(-min(tokens, longest) // page_size)
+
+
 class PagedKVCache:
     """`data [layers, 2, pages, kv_heads, page_size, head_dim]`: K at index 0, V at 1."""
 
@@ -62,6 +68,11 @@ class PagedKVCache:
         self._free.extend(reversed(pages))
         pages.clear()
 
-    def clear(self) -> None:
-        """Zero everything, such as what warm-up wrote."""
-        self.data.zero_()
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request holds a page."""
+        return len(self._free) == self.pages - 1
+
+    def clear(self, pages: int) -> None:
+        """Zero the first `pages` pages. The others keep the memory that the system has not given them yet."""
+        self.data[:, :, :pages].zero_()

@@ -84,10 +84,10 @@ def next_tokens(tokens: object, batch: int, vocab_size: int) -> list[int]:
 
 def check_tokens(tokens: list[int], vocab_size: int, what: str) -> list[int]:
     for token in tokens:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise InputError(
-                f"{what}: token outside the vocabulary", given=repr(token), expected=f"0 to {vocab_size - 1}"
-            )
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise InputError(f"{what}: a token id is a whole number", given=repr(token))
+        if not 0 <= token < vocab_size:
+            raise InputError(f"{what}: token outside the vocabulary", given=token, expected=f"0 to {vocab_size - 1}")
     return tokens
 
 

@@ -45,6 +45,11 @@ class Request:
         return len(self.tokens) - self.computed
 
     @property
+    def in_prompt(self) -> bool:
+        """Whether a part of the prompt has not run yet."""
+        return self.computed < self.prompt_len
+
+    @property
     def output_ids(self) -> list[int]:
         return self.tokens[self.prompt_len :]
 

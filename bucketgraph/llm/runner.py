@@ -17,11 +17,12 @@ from bucketgraph.config import BucketSet, PhaseSpec
 from bucketgraph.errors import ConfigError
 from bucketgraph.executables import Family
 from bucketgraph.llm import model as forward
-from bucketgraph.llm.kv_cache import PagedKVCache
+from bucketgraph.llm.kv_cache import PagedKVCache, pages_to_fill
 from bucketgraph.llm.model import LanguageModel
 from bucketgraph.llm.request import Request
 from bucketgraph.llm.sampling import SamplingParams
 from bucketgraph.manager import BucketManager
+from bucketgraph.slots import SKIP
 from bucketgraph.stats import Stats
 from bucketgraph.warmup import Progress, WarmupReport, warm_up
 
@@ -38,6 +39,7 @@ class Runner:
         self.max_model_len = max_model_len
         # One spare column: a kernel may load the entry after the last one it needs.
         self.table_width = self.cache.pages_for(max_model_len) + 1
+        self._example_pages = 1  # the first page that no example has written
         family = Family(model.weights.embed.device)
 
         def manager(name: str, phase: PhaseSpec, fn: Callable[..., object]) -> BucketManager:
@@ -61,7 +63,8 @@ class Runner:
     def warmup(self, on_progress: Callable[[Progress], None] | None = None) -> WarmupReport:
         """Warm both phases together, then clear what that wrote into the cache."""
         report = warm_up([self.prefill_manager, self.decode_manager], on_progress)
-        self.cache.clear()
+        if self.cache.is_idle:
+            self.cache.clear(self._example_pages)
         return report
 
     def stats(self) -> dict[str, Stats]:
@@ -70,6 +73,17 @@ class Runner:
     def release(self) -> None:
         self.prefill_manager.release()
         self.decode_manager.release()
+
+    def pack(self, requests: Sequence[Request]) -> list[tuple[Request, int]]:
+        """What the next prefill runs of these, and how many tokens of each: only the last can be cut short."""
+        chunks, budget = [], self.max_tokens
+        for request in requests[: self.max_requests]:
+            if budget == 0:
+                break
+            count = min(request.pending, budget)
+            chunks.append((request, count))
+            budget -= count
+        return chunks
 
     # -- runs: the returned tensors are static memory, to be read before the next run --------------------------------
 
@@ -132,7 +146,7 @@ class Runner:
         slots: np.ndarray = request.table[positions // size].astype(np.int64) * size + positions % size
         return slots
 
-    # -- made-up requests for warm-up, on pages that no request holds yet --------------------------------------------
+    # -- made-up requests for warm-up -------------------------------------------------------------------------------
 
     def _prefill_example(self, sizes: Mapping[str, int], generator: torch.Generator) -> dict[str, Tensor]:
         total, slots = sizes["tokens"], sizes["requests"]
@@ -147,7 +161,7 @@ class Runner:
             for name, spec in self.prefill_manager.spec.inputs.items():
                 if spec.shape[0] == "requests" and name != "query_ends":
                     arrays[name] = torch.cat([arrays[name], arrays[name].new_zeros(rest, *arrays[name].shape[1:])])
-        return arrays
+        return self._harmless(arrays)
 
     def _decode_example(self, sizes: Mapping[str, int], generator: torch.Generator) -> dict[str, Tensor]:
         batch = sizes["batch"]
@@ -156,7 +170,13 @@ class Runner:
         requests = self._fake(lengths, generator)
         for request in requests:
             request.computed = len(request.tokens) - 1
-        return self._decode_arrays(requests)
+        return self._harmless(self._decode_arrays(requests))
+
+    def _harmless(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A lazy bucket is warmed up between requests: then made-up ones may read their pages, and write none."""
+        if not self.cache.is_idle:
+            arrays["slot_mapping"].fill_(SKIP)
+        return arrays
 
     def _fake(self, lengths: Sequence[int], generator: torch.Generator) -> list[Request]:
         vocab, page, requests = self.model.config.vocab_size, 1, []
@@ -168,6 +188,7 @@ class Runner:
             page += count
             requests.append(request)
         assert page <= self.cache.pages, "the fit of every bucket was checked"
+        self._example_pages = max(self._example_pages, page)
         return requests
 
 
@@ -193,16 +214,19 @@ def _check_fit(prefill: PhaseSpec, decode: PhaseSpec, cache: PagedKVCache, max_m
     """Refuse buckets that the KV cache or the context can never fill."""
     tokens, requests, batch = prefill.axes["tokens"][-1], prefill.axes["requests"][-1], decode.axes["batch"][-1]
     hint = "lower the largest bucket, or give kv_cache more memory"
-    if tokens > cache.capacity:
+    if tokens > requests * max_model_len:
+        raise ConfigError(
+            "prefill's largest bucket can be filled by no requests",
+            given=f"{tokens} tokens for {requests} requests of at most {max_model_len}",
+            hint="lower prefill's largest `tokens`, or raise its `requests` or max_model_len",
+        )
+    if pages_to_fill(tokens, max_model_len, cache.page_size) > cache.pages - 1:
         raise ConfigError(
             "prefill's largest bucket exceeds the KV cache",
-            given=tokens,
-            expected=f"at most {cache.capacity} tokens",
+            given=f"{tokens} tokens in requests of at most {max_model_len}",
+            expected=f"at most {cache.pages - 1} pages of {cache.page_size} tokens",
             hint=hint,
         )
-    if tokens > requests * max_model_len:
-        given = f"{tokens} tokens for {requests} requests of at most {max_model_len}"
-        raise ConfigError("prefill's largest bucket can be filled by no requests", given=given)
     if batch > cache.pages - 1:
         raise ConfigError(
             "decode's largest bucket exceeds the KV cache",

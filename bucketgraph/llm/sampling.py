@@ -8,7 +8,7 @@ whatever else runs beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from bucketgraph.errors import InputError
@@ -23,7 +23,7 @@ class SamplingParams:
         top_k: the most likely tokens to keep; 0 or -1 keeps all.
         top_p: the probability mass to keep, in (0, 1].
         max_tokens: the most tokens to generate; None means up to the context's end.
-        min_tokens: stop conditions count only from this many tokens on.
+        min_tokens: stop conditions count only after this many tokens.
         stop: text at which generation ends; it is not part of the result unless `include_stop_str_in_output`.
         stop_token_ids: tokens at which generation ends.
         ignore_eos: go on after the model's own end token.
@@ -62,6 +62,10 @@ class SamplingParams:
                 _whole(name, value, low, 2**63 - 1 if name == "seed" else 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError("min_tokens is above max_tokens", given=f"{self.min_tokens} and {self.max_tokens}")
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Collection):
+                raise InputError(f"{name} is of the wrong kind", given=repr(value), expected="a list, or None")
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise InputError("a stop string must be text that is not empty", given=repr(text))
