@@ -177,11 +177,12 @@ def decode_attention(
         splits = triton.cdiv(capacity, split_size)
     direct = splits == 1
     out = torch.empty_like(q)
-    part_out, part_max = out, out
+    part_out, part_max, part_sum = out, out, out
     if not direct:
         part_out = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=q.device)
-        part_max = torch.empty((2, rows, heads, splits), dtype=torch.float32, device=q.device)
-    part_sum = part_max[-1]
+        # Two allocations: the half of one would be aligned or not by the batch, and alignment is part of the JIT key.
+        part_max = torch.empty((rows, heads, splits), dtype=torch.float32, device=q.device)
+        part_sum = torch.empty_like(part_max)
     _decode_split[(rows, head_blocks, splits)](
         q,
         k_cache,

@@ -72,12 +72,10 @@ def _walk(
         pages = tile_pages(table, start + BLOCK_N, width, PAGE, BLOCK_N)
         s = tl.dot(queries, tl.trans(k), input_precision="ieee")
         if DIAGONAL:
-            s = tl.where(column[None, :] <= position[:, None], s * scale, FLOOR)
-            m_new = tl.maximum(m, tl.max(s, 1))
-            p = tl.exp2(s - m_new[:, None])
-        else:
-            m_new = tl.maximum(m, tl.max(s, 1) * scale)
-            p = tl.exp2(s * scale - m_new[:, None])
+            s = tl.where(column[None, :] <= position[:, None], s, FLOOR)
+        # The same operations on and off the diagonal, so that a row's bits do not depend on where its block begins.
+        m_new = tl.maximum(m, tl.max(s, 1) * scale)
+        p = tl.exp2(s * scale - m_new[:, None])
         alpha = tl.exp2(m - m_new)
         total = total * alpha + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
@@ -159,7 +157,8 @@ def _prefill(
 def prefill_tile(dtype: torch.dtype, padded_dim: int, tokens: int, heads: int) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, warps, stages). Few tokens take the smaller tile, so that more programs share the GPU."""
     if dtype == torch.float32:
-        return 32, 32, 8, 2
+        # Exact float32 products use no tensor cores; the operands live in registers, so more warps avoid spills.
+        return 32, 32, 16 if padded_dim > 64 else 8, 2
     if padded_dim > 128:
         return 64, 32, 8, 2
     if tokens * heads < 128 * 132:

@@ -2,7 +2,7 @@
 
 Three kernels: the smallest logit that top-k and top-p leave (rows without either leave at once), the best token of each
 vocabulary tile, the best of a row. Scores compare as `logit + temperature * g`, so temperature 0 is exactly greedy.
-Floats are compared as integers of the same order, so ties and the bisection are exact; -0 equals 0, NaN is largest.
+Floats are compared as integers of the same order, so ties and the search are exact; -0 equals 0, NaN is largest.
 Method: Gumbel (1954) through the argmax; Philox4x32-10, Salmon et al. (SC'11).
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from . import checks
 
 TILE = 1024  # tokens per program of the argmax
-SEARCH_TILE = 4096  # tokens per step of the threshold search
+SEARCH_TILE = 8192  # tokens per step of the threshold search
 LOWEST = tl.constexpr(-(2**31))
 
 
@@ -36,26 +36,53 @@ def _uniform(seed, token, position):
 
 
 @triton.jit
-def _count_from(row, key, V: tl.constexpr, BLOCK: tl.constexpr):
-    """How many logits have a key of at least `key`."""
-    total = tl.zeros([BLOCK], tl.int32)
-    for start in tl.range(0, V, BLOCK):
+def _counts_from(row, a, b, c, V: tl.constexpr, BLOCK: tl.constexpr):
+    """How many logits have a key of at least `a`, `b` and `c`, in one pass."""
+    from_a = tl.zeros([BLOCK], tl.int32)
+    from_b = tl.zeros([BLOCK], tl.int32)
+    from_c = tl.zeros([BLOCK], tl.int32)
+    for start in tl.range(0, V, BLOCK, num_stages=3):
         token = start + tl.arange(0, BLOCK)
         x = tl.load(row + token, mask=token < V, other=0.0).to(tl.float32)
-        total += ((_ordered(x) >= key) & (token < V)).to(tl.int32)
-    return tl.sum(total, 0)
+        key = tl.where(token < V, _ordered(x), LOWEST)  # the keys asked for are above the lowest
+        from_a += (key >= a).to(tl.int32)
+        from_b += (key >= b).to(tl.int32)
+        from_c += (key >= c).to(tl.int32)
+    return tl.sum(from_a, 0), tl.sum(from_b, 0), tl.sum(from_c, 0)
 
 
 @triton.jit
-def _mass_from(row, key, best, rate, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Unnormalised softmax mass of the logits with a key of at least `key`."""
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, V, BLOCK):
+def _masses_from(row, a, b, c, best, rate, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Unnormalised softmax mass of the logits with a key of at least `a`, `b` and `c`, in one pass."""
+    from_a = tl.zeros([BLOCK], tl.float32)
+    from_b = tl.zeros([BLOCK], tl.float32)
+    from_c = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, V, BLOCK, num_stages=3):
         token = start + tl.arange(0, BLOCK)
-        x = tl.load(row + token, mask=token < V, other=0.0).to(tl.float32)
-        counted = (_ordered(x) >= key) & (token < V)
-        total += tl.where(counted, tl.exp2((x - best) * rate), 0.0)
-    return tl.sum(total, 0)
+        x = tl.load(row + token, mask=token < V, other=float("-inf")).to(tl.float32)
+        key = _ordered(x)
+        mass = tl.exp2((x - best) * rate)
+        from_a += tl.where(key >= a, mass, 0.0)
+        from_b += tl.where(key >= b, mass, 0.0)
+        from_c += tl.where(key >= c, mass, 0.0)
+    return tl.sum(from_a, 0), tl.sum(from_b, 0), tl.sum(from_c, 0)
+
+
+@triton.jit
+def _quarters(low, high):
+    """Three keys that cut `low .. high` (int64) in four; all lie strictly between, equal where room is short."""
+    step = (high - low + 3) // 4
+    b, c = tl.minimum(low + 2 * step, high - 1), tl.minimum(low + 3 * step, high - 1)
+    return (low + step).to(tl.int32), b.to(tl.int32), c.to(tl.int32)
+
+
+@triton.jit
+def _narrow(low, high, a, b, c, like_low_a, like_low_b, like_low_c):
+    """The quarter in which a monotone property changes from that of `low` to that of `high`."""
+    a, b, c = a.to(tl.int64), b.to(tl.int64), c.to(tl.int64)
+    new_low = tl.where(like_low_c, c, tl.where(like_low_b, b, tl.where(like_low_a, a, low)))
+    new_high = tl.where(like_low_a, tl.where(like_low_b, tl.where(like_low_c, high, c), b), a)
+    return new_low, new_high
 
 
 @triton.jit
@@ -82,21 +109,21 @@ def _threshold(logits, temperature, top_k, top_p, thresholds, V: tl.constexpr, B
             # The k-th largest key: counts from `low` reach k, counts from `high` do not.
             low, high = threshold, top + 1
             while high - low > 1:
-                middle = (low + high) >> 1
-                reaches = _count_from(row, middle.to(tl.int32), V, BLOCK) >= k
-                low = tl.where(reaches, middle, low)
-                high = tl.where(reaches, high, middle)
+                a, b, c = _quarters(low, high)
+                from_a, from_b, from_c = _counts_from(row, a, b, c, V, BLOCK)
+                low, high = _narrow(low, high, a, b, c, from_a >= k, from_b >= k, from_c >= k)
             threshold = low
         if p < 1.0:
             # The smallest key whose mass strictly above is below p of what top-k left: true of `high`, not of `low`.
             rate = tl.minimum(1.4426950408889634 / t, 1.0e30)
-            limit = p * _mass_from(row, threshold.to(tl.int32), best, rate, V, BLOCK)
+            least = threshold.to(tl.int32)
+            whole, _, _ = _masses_from(row, least, least, least, best, rate, V, BLOCK)
+            limit = whole * p
             low, high = threshold - 1, top
             while high - low > 1:
-                middle = (low + high) >> 1
-                keeps = _mass_from(row, (middle + 1).to(tl.int32), best, rate, V, BLOCK) < limit
-                low = tl.where(keeps, low, middle)
-                high = tl.where(keeps, middle, high)
+                a, b, c = _quarters(low, high)
+                from_a, from_b, from_c = _masses_from(row, a + 1, b + 1, c + 1, best, rate, V, BLOCK)
+                low, high = _narrow(low, high, a, b, c, from_a >= limit, from_b >= limit, from_c >= limit)
             threshold = high
     tl.store(thresholds + index, threshold.to(tl.int32))
 
@@ -154,7 +181,7 @@ def sample(
     tokens = torch.empty((rows,), dtype=torch.int64, device=logits.device)
     # The vocabulary is a constant of the model, not a count of the request, so it may be compiled in.
     search = min(SEARCH_TILE, triton.next_power_of_2(vocab))
-    _threshold[(rows,)](logits, temperature, top_k, top_p, thresholds, V=vocab, BLOCK=search, num_warps=8)
+    _threshold[(rows,)](logits, temperature, top_k, top_p, thresholds, V=vocab, BLOCK=search, num_warps=16)
     _tile_best[(rows, tiles)](
         logits, temperature, thresholds, seeds, positions, partial, V=vocab, BLOCK=TILE, num_warps=4
     )

@@ -14,8 +14,8 @@ if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch  # noqa: E402
-from kernel_cases import nan_memory  # noqa: E402, F401
+import torch
+from kernel_cases import nan_memory  # noqa: F401
 
 # Small matrices: worker threads cost more than they bring.
 torch.set_num_threads(1)
