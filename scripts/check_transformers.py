@@ -37,7 +37,7 @@ Ids = list[list[int]]
 
 
 def main() -> int:
-    args = _arguments()
+    args, commit = _arguments(), _commit()
     console = Console(width=None if sys.stdout.isatty() else 160)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     tokenizer = Tokenizer.from_path(args.model)
@@ -77,7 +77,7 @@ def main() -> int:
         "reference_batched_equals_unbatched": single == batched,
         "smallest_gap": min(min(line) for line in gaps),
         "versions": _versions(),
-        "commit": _commit(),
+        "commit": commit,
         "ways": results,
     }
     if args.json is not None:
