@@ -1,4 +1,4 @@
-"""The whole path of a call on the CPU: the result is what the function alone gives, or the way out is named and counted."""
+"""A call's whole path on the CPU: the result is what the function alone gives, or the way out is named and counted."""
 
 from __future__ import annotations
 
