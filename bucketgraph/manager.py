@@ -122,7 +122,7 @@ class BucketManager:
         """
         self._require_warm()
         sizes = check_inputs(self.slots, inputs, self.device)
-        return self._run(self.plan(**sizes), inputs)
+        return self._run(self.lattice.plan([sizes[name] for name in self.lattice.names]), inputs)
 
     def run_batch(self, requests: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Pack ragged requests into one batch, run it, and give each its own unpadded result.

@@ -18,6 +18,7 @@ from bucketgraph.buckets import Bucket
 from bucketgraph.config import BucketSet, parse
 from bucketgraph.errors import CaptureError, NotWarmError
 from bucketgraph.executables import Family
+from bucketgraph.executables.pool import Pool
 from bucketgraph.manager import BucketManager
 from bucketgraph.warmup import Progress, WarmupReport, warm_up
 
@@ -244,3 +245,108 @@ def test_differences_that_fail(got: Tensor, want: Tensor, says: str) -> None:
 def test_an_empty_lazy_report_is_ok() -> None:
     report = BucketManager(double, bucket_set(warmup={"lazy": True})).warmup()
     assert isinstance(report, WarmupReport) and report.ok and report.mib == 0
+
+
+# -- the pool's books, with torch's part played as torch 2.11 does -----------------------------------------------------
+
+
+class Allocator:
+    """Pools of torch's allocator: how many count as users of each, and where a capture is believed to go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.users: dict[tuple[int, int], int] = {}
+        self.recording: set[tuple[int, int]] = set()
+        self.made = 0
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", self.handle)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", self.snapshot)
+        monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),), raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end, raising=False)
+
+    def handle(self) -> tuple[int, int]:
+        self.made += 1
+        return (0, self.made)
+
+    def begin(self, pool: tuple[int, int]) -> None:
+        if pool in self.recording:
+            raise RuntimeError("already recording to mempool_id")
+        if self.users.get(pool) == 0:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        self.users[pool] = self.users.get(pool, 0) + 1
+        self.recording.add(pool)
+
+    def end(self, device: int, pool: tuple[int, int]) -> None:
+        if pool not in self.recording:
+            raise RuntimeError("not currently recording to mempool_id")
+        self.recording.remove(pool)
+
+    def release(self, device: int, pool: tuple[int, int]) -> None:
+        assert self.users[pool] > 0, "counted off twice"
+        self.users[pool] -= 1
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        return [{"segment_pool_id": pool, "active_size": 0} for pool, users in self.users.items() if users]
+
+
+class Graph:
+    """A graph whose capture CUDA ends by itself when `broken`; a `tidy` torch counts it off, an older one does not."""
+
+    def __init__(self, allocator: Allocator, pool: Pool, broken: bool = False, tidy: bool = False) -> None:
+        self.allocator, self.handle, self.broken, self.tidy = allocator, pool.handle, broken, tidy
+        self.holds = False
+        allocator.begin(pool.handle)
+
+    def capture_end(self) -> None:
+        if self.broken and self.tidy:
+            self.allocator.end(0, self.handle)
+            self.holds = True
+        if self.broken:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.allocator.end(0, self.handle)
+        self.holds = True
+
+    def reset(self) -> None:
+        if self.holds:
+            self.allocator.release(0, self.handle)
+        self.holds = False
+
+
+@pytest.mark.parametrize("tidy", [False, True], ids=["torch 2.11", "later torch"])
+def test_a_broken_capture_leaves_its_pool_to_those_in_it_and_is_counted_off_at_the_end(
+    tidy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator = Allocator(monkeypatch)
+    pool = Pool(torch.device("cuda", 0))
+    first: Any = Graph(allocator, pool)
+    first.capture_end()
+    pool.add(first)
+    assert pool.usable
+    pool.abandon(Graph(allocator, pool, broken=True, tidy=tidy))  # type: ignore[arg-type]
+    assert not pool.usable and not allocator.recording
+    pool.reclaim()
+    assert allocator.users[pool.handle] >= 1, "never below those who are in it"
+    pool.remove(first)
+    pool.reclaim()
+    assert allocator.users[pool.handle] == 0
+    pool.reclaim()
+
+
+def test_a_capture_that_only_raised_costs_the_pool_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    pool = Pool(torch.device("cuda", 0))
+    first: Any = Graph(allocator, pool)
+    first.capture_end()
+    pool.add(first)
+    pool.abandon(Graph(allocator, pool))  # type: ignore[arg-type]
+    assert pool.usable and allocator.users[pool.handle] == 1
+    Graph(allocator, pool).capture_end()
+
+
+def test_an_emptied_pool_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    pool = Pool(torch.device("cuda", 0))
+    pool.abandon(Graph(allocator, pool))  # type: ignore[arg-type]
+    assert allocator.users[pool.handle] == 0 and not pool.usable
+    with pytest.raises(RuntimeError, match="use_count"):
+        Graph(allocator, pool)  # what would happen
