@@ -82,3 +82,47 @@ def nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
     yield
+
+
+# Row counts and table widths over every class that the JIT could tell apart: 1, multiples of 16, others.
+COUNTS = [(1, 1), (2, 8), (16, 16), (17, 17), (32, 5), (33, 64), (1003, 3)]
+# What `forward` may compile over all of them.
+VARIANTS = {
+    "_rms_norm": 2,  # with a residual and without
+    "_rope_and_write": 1,
+    "_prefill": 1,
+    "_decode_split": 2,  # one split writes the result itself
+    "_decode_reduce": 1,
+    "_swiglu": 1,
+    "_threshold": 1,
+    "_tile_best": 1,
+    "_row_best": 1,
+}
+
+
+def forward(rows: int, width: int, device: str, odd: bool = False) -> None:
+    """Every op on `rows` rows of a model whose sizes no other test uses; `odd` offsets the metadata by one element."""
+    from bucketgraph.kernels import triton_ops
+
+    heads, kv_heads, dim, page, hidden = 10, 5, 64, 16, 640
+
+    def meta(fill: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.full((rows + odd,), fill, dtype=dtype, device=device)[int(odd) :]
+
+    cache = torch.zeros(4, kv_heads, page, dim, dtype=torch.bfloat16, device=device)
+    x = torch.randn(rows, hidden, device=device, dtype=torch.bfloat16)
+    weight = torch.ones(hidden, device=device, dtype=torch.bfloat16)
+    y = triton_ops.rms_norm(x, weight, 1e-6)
+    triton_ops.rms_norm(y, weight, 1e-6, x)
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device, dtype=torch.bfloat16)
+    cos_sin = torch.ones(8, dim, device=device)
+    q = triton_ops.rope_and_write(qkv, meta(3), cos_sin, cache, cache, meta(-1, torch.int64), heads)
+    tables = torch.ones(rows, width, dtype=torch.int32, device=device)
+    triton_ops.prefill_attention(q, cache, cache, tables, meta(rows), meta(rows), 0.125)
+    for splits in (1, 2, 3):
+        triton_ops.decode_attention(q, cache, cache, tables, meta(5), 0.125, num_splits=splits)
+    triton_ops.decode_attention(q, cache, cache, tables, meta(5), 0.125, split_size=64)
+    triton_ops.swiglu(torch.randn(rows, 2 * 1920, device=device, dtype=torch.bfloat16))
+    one = torch.ones(rows, device=device)
+    logits = torch.randn(rows, 1000, device=device)
+    triton_ops.sample(logits, one, meta(5), one, meta(5, torch.int64), meta(0))

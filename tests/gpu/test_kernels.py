@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_cases import Paged, ends, paged, queries, relative_error
+from kernel_cases import COUNTS, VARIANTS, Paged, ends, forward, paged, queries, relative_error
 
 from bucketgraph.kernels import (
     decode_attention,
@@ -289,43 +289,14 @@ def compiled() -> dict[str, int]:
     return {k.fn.__name__: sum(len(cache[0]) for cache in k.device_caches.values()) for k in kernels}
 
 
-def forward(rows: int, width: int, odd: bool = False):
-    """Every op on `rows` rows of a model whose sizes no other test uses; `odd` offsets the metadata by one element."""
-    heads, kv_heads, dim, page, hidden = 10, 5, 64, 16, 640
-
-    def meta(fill: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.full((rows + odd,), fill, dtype=dtype, device=DEVICE)[int(odd) :]
-
-    cache = torch.zeros(4, kv_heads, page, dim, dtype=BF16, device=DEVICE)
-    x = torch.randn(rows, hidden, device=DEVICE, dtype=BF16)
-    weight = torch.ones(hidden, device=DEVICE, dtype=BF16)
-    y = triton_ops.rms_norm(x, weight, 1e-6)
-    triton_ops.rms_norm(y, weight, 1e-6, x)
-    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=DEVICE, dtype=BF16)
-    cos_sin = torch.ones(8, dim, device=DEVICE)
-    q = triton_ops.rope_and_write(qkv, meta(3), cos_sin, cache, cache, meta(-1, torch.int64), heads)
-    tables = torch.ones(rows, width, dtype=torch.int32, device=DEVICE)
-    triton_ops.prefill_attention(q, cache, cache, tables, meta(rows), meta(rows), 0.125)
-    for splits in (1, 2, 3):
-        triton_ops.decode_attention(q, cache, cache, tables, meta(5), 0.125, num_splits=splits)
-    triton_ops.decode_attention(q, cache, cache, tables, meta(5), 0.125, split_size=64)
-    triton_ops.swiglu(torch.randn(rows, 2 * 1920, device=DEVICE, dtype=BF16))
-    one = torch.ones(rows, device=DEVICE)
-    logits = torch.randn(rows, 1000, device=DEVICE)
-    triton_ops.sample(logits, one, meta(5), one, meta(5, torch.int64), meta(0))
-
-
 def test_no_count_and_no_metadata_alignment_compiles_anew():
     before = compiled()
-    for rows, width in ((1, 1), (2, 8), (16, 16), (17, 17), (32, 5), (33, 64), (1003, 3)):
-        forward(rows, width)
-        forward(rows, width, odd=True)
+    for rows, width in COUNTS:
+        forward(rows, width, DEVICE)
+        forward(rows, width, DEVICE, odd=True)
     after = compiled()
     new = {name: after[name] - before[name] for name in after}
-    expected = dict.fromkeys(new, 1)
-    expected["_rms_norm"] = 2  # with a residual and without
-    expected["_decode_split"] = 2  # one split writes the result itself
-    assert new == expected
+    assert new == VARIANTS
 
 
 def test_capture_and_replay_equal_the_eager_call_bit_for_bit():

@@ -124,6 +124,22 @@ def test_decode_split_size_and_short_table_agree_on_one_split():
     assert torch.equal(wide, decode(case, triton_ops, q, split_size=64))
 
 
+def test_pages_beyond_2_to_the_31_elements_are_addressed():
+    # The interpreter wraps int32 as a GPU does. Untouched pages of the cache take no memory.
+    first = 2**31 // (128 * 64) + 7
+    case = paged([20, 5], 1, 64, 128, torch.float16, first_page=first)
+    assert case.k_cache.numel() > 2**31
+    q = queries(2, 2, 64, torch.float16)
+    assert relative_error(decode(case, triton_ops, q), decode(case, reference, q)) < 2e-3
+    assert relative_error(*(prefill(case, m, q, ends([1, 1])) for m in (triton_ops, reference))) < 2e-3
+    slots = torch.tensor([case.k_cache.shape[0] * 128 - 1])
+    qkv, zero = torch.randn(1, 4 * 64).half(), torch.zeros(1, dtype=torch.int32)
+    cos_sin = torch.cat((torch.ones(1, 32), torch.zeros(1, 32)), 1)  # no rotation
+    triton_ops.rope_and_write(qkv, zero, cos_sin, case.k_cache, case.v_cache, slots, 2)
+    assert torch.equal(case.k_cache[-1, 0, -1], qkv[0, 128:192])
+    assert torch.equal(case.v_cache[-1, 0, -1], qkv[0, 192:])
+
+
 def test_default_splits_fill_the_gpu_at_batch_one_and_stop_at_the_tables_capacity():
     assert decode_module.decode_splits(1, 8, 8192, 64) == 32
     assert decode_module.decode_splits(1, 8, 256, 64) == 4
