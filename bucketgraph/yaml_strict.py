@@ -7,6 +7,7 @@ YAML 1.2's core rules instead, and refuses duplicate keys, several documents, de
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ def _measure(root: yaml.Node, source: str, loader: _Loader) -> None:
     """Refuse cycles, depth, alias bombs and tags on the node graph, before anything is built from it."""
     measured: dict[int, tuple[int, int]] = {}  # by node: how many values it stands for, and how many levels deep
     open_nodes: set[int] = set()
+    implied_tag: Callable[..., str] = loader.resolve
 
     def measure(node: yaml.Node, depth: int) -> tuple[int, int]:
         if id(node) in open_nodes:
@@ -105,7 +107,7 @@ def _measure(root: yaml.Node, source: str, loader: _Loader) -> None:
         if id(node) in measured:
             return measured[id(node)]
         plain = isinstance(node, yaml.ScalarNode) and node.style is None
-        if node.tag != loader.resolve(type(node), node.value, (plain, not plain)):
+        if node.tag != implied_tag(type(node), node.value, (plain, not plain)):
             raise ConfigError(f"{source}: line {node.start_mark.line + 1}: tags are not used here", given=node.tag)
         children: list[yaml.Node] = []
         if isinstance(node, yaml.MappingNode):

@@ -49,7 +49,7 @@ def requests(lattice: Lattice) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(1, axis.largest + 2) for axis in lattice.axes)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(lattices())
 def test_plan_is_the_cheapest_covering_bucket(lattice: Lattice) -> None:
     for sizes in requests(lattice):
@@ -65,7 +65,7 @@ def test_plan_is_the_cheapest_covering_bucket(lattice: Lattice) -> None:
         assert plan.real <= plan.padded
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(lattices())
 def test_an_exact_fit_is_never_padded(lattice: Lattice) -> None:
     for bucket in lattice.buckets:
@@ -73,7 +73,7 @@ def test_an_exact_fit_is_never_padded(lattice: Lattice) -> None:
         assert plan.bucket == bucket and plan.real == plan.padded
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(lattices(overflow="split"))
 def test_a_split_covers_the_whole_call_with_buckets_and_a_refusal_has_no_split(lattice: Lattice) -> None:
     for sizes in requests(lattice):
@@ -87,7 +87,7 @@ def test_a_split_covers_the_whole_call_with_buckets_and_a_refusal_has_no_split(l
                 assert not any(covering(lattice, (n, *sizes[1:])) for n in range(1, first + 1)), "one row would do"
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.data(), st.floats(1, 6))
 def test_above_max_padding_a_call_runs_eagerly_and_never_below(data: st.DataObject, ratio: float) -> None:
     lattice = data.draw(lattices(max_padding=ratio))
