@@ -44,3 +44,7 @@ class CaptureError(BucketGraphError, RuntimeError):
 
 class ModelError(BucketGraphError, ValueError):
     """A model folder, weight file or tokenizer is missing, incomplete or of an unsupported kind."""
+
+
+class StaleError(BucketGraphError, RuntimeError):
+    """A tensor that a captured executable reads is not where it was; nothing was launched."""
