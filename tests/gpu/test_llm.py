@@ -1,0 +1,272 @@
+"""The LLM on a GPU: transformers' logits, graphs that equal eager bit for bit, our kernels in them, no late compile.
+
+`BUCKETGRAPH_SMOLLM2` names SmolLM2's .gguf file; without it that comparison runs on random weights of its shape.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from llm_cases import buckets, is_idle, pad, padded_greedy, transformers_logits, transformers_twin
+from torch import Tensor
+
+from bucketgraph import LLM, SamplingParams
+from bucketgraph.config import BucketSet
+from bucketgraph.kernels import decode_attention, prefill_attention, rms_norm, rope, sampling, swiglu
+from bucketgraph.llm.model_config import ModelConfig, load_config
+from bucketgraph.llm.presets import preset, shrink
+from bucketgraph.llm.weights import ModelWeights, load_weights, random_weights
+
+DEVICE = "cuda"
+BF16, FP32 = torch.bfloat16, torch.float32
+STEPS = 4
+COMMON = {"_rms_norm", "_rope_and_write", "_swiglu", "_threshold", "_tile_best", "_row_best"}
+KERNELS = {"prefill": COMMON | {"_prefill"}, "decode": COMMON | {"_decode_split", "_decode_reduce"}}
+
+
+def ids(length: int, vocab: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(0, vocab, (length,), generator=generator).tolist()
+
+
+def served(
+    config: ModelConfig, weights: ModelWeights, bucket_set: BucketSet | None = None, executable: str = "cudagraph"
+) -> LLM:
+    """An LLM whose buckets all were captured, warmed up with its self-check on."""
+    made = bucket_set or buckets(tokens=[64, 512], batch=[1, 4], requests=[4])
+    assert made.phases is not None
+    phases = {name: phase.model_copy(update={"executable": executable}) for name, phase in made.phases.items()}
+    checked = made.model_copy(update={"phases": phases, "warmup": made.warmup.model_copy(update={"self_check": True})})
+    llm = LLM.from_weights(config, weights, checked, max_model_len=1024)
+    assert llm.report is not None and llm.report.ok, llm.report
+    assert {row.executable for row in llm.report.buckets} == {executable}
+    return llm
+
+
+def cast(config: ModelConfig, weights: ModelWeights, dtype: torch.dtype) -> ModelWeights:
+    made, source = random_weights(config, dtype, DEVICE), weights.tensors()
+    for name, tensor in made.tensors().items():
+        tensor.copy_(source[name])
+    return made
+
+
+def logits(llm: LLM, rows: Sequence[Sequence[int]], forced: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Logits `[B, vocab]` after the prompts and after each of the forced tokens."""
+    with llm.prefill(*pad(rows, "left")) as batch:
+        found = [batch.logits]
+        for step in range(len(forced[0])):
+            found.append(llm.decode(batch, torch.tensor([line[step] for line in forced])).logits)
+    assert is_idle(llm)
+    return found
+
+
+@dataclass
+class Case:
+    config: ModelConfig
+    weights: ModelWeights  # float32, on values that bfloat16 holds exactly
+    rows: list[list[int]]
+    forced: list[list[int]]
+    want: list[Tensor]  # transformers' float32 logits
+
+
+@pytest.fixture(scope="module", params=["llama-3.2-1b", "qwen3-0.6b"])
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    """A released shape with random weights."""
+    pytest.importorskip("transformers")
+    config = preset(request.param)
+    weights = cast(config, random_weights(config, BF16, DEVICE), FP32)
+    rows = [ids(length, config.vocab_size) for length in (300, 1, 65)]
+    forced = [ids(STEPS, config.vocab_size, seed) for seed in (1, 2, 3)]
+    twin = transformers_twin(config, weights, attn_implementation="eager")
+    want = list(transformers_logits(twin, rows, forced))
+    del twin
+    torch.cuda.empty_cache()
+    yield Case(config, weights, rows, forced, want)
+    torch.cuda.empty_cache()
+
+
+def test_float32_logits_equal_transformers_in_prefill_and_decode(case: Case) -> None:
+    """Within 1e-4 of the largest logit, which for these weights is about 4; absolute where it is below 1."""
+    with served(case.config, case.weights) as llm:
+        got = logits(llm, case.rows, case.forced)
+    assert len(got) == len(case.want) == 1 + STEPS
+    for step, (ours, theirs) in enumerate(zip(got, case.want, strict=True)):
+        close = 1e-4 * max(1.0, float(theirs.abs().max()))
+        error = float((ours - theirs).abs().max())
+        assert error <= close, f"step {step}: {error:.2e} over {close:.2e}"
+        assert float(theirs.std()) > 0.1, "the logits say something"
+
+
+def test_bfloat16_errs_no_more_than_twice_as_much_as_transformers(case: Case) -> None:
+    """Root mean square error over prefill and decode, against float32 over the same values."""
+    half = cast(case.config, case.weights, BF16)
+    with served(case.config, half) as llm:
+        ours = error_of(logits(llm, case.rows, case.forced), case.want)
+    twin = transformers_twin(case.config, half, attn_implementation="eager")
+    theirs = error_of(list(transformers_logits(twin, case.rows, case.forced)), case.want)
+    assert 0 < ours <= 2 * theirs, f"ours {ours:.3e}, transformers {theirs:.3e}"
+
+
+def error_of(got: list[Tensor], want: list[Tensor]) -> float:
+    return float((torch.cat(got).float() - torch.cat(want)).pow(2).mean().sqrt())
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-0.6b"])
+def test_a_graph_equals_eager_bit_for_bit_in_the_same_bucket(name: str, dtype: torch.dtype) -> None:
+    config = shrink(preset(name), num_layers=4)
+    weights = random_weights(config, dtype, DEVICE)
+    with served(config, weights) as graph, served(config, weights, executable="eager") as eager:
+        for lengths in ([1], [63], [64], [65], [300], [512], [300, 1, 65], [16, 16, 16, 16], [600, 2], [9] * 7):
+            rows = [ids(length, config.vocab_size, seed) for seed, length in enumerate(lengths)]
+            forced = [ids(3, config.vocab_size, 50 + seed) for seed in range(len(lengths))]
+            pairs = zip(logits(graph, rows, forced), logits(eager, rows, forced), strict=True)
+            for step, (captured, plain) in enumerate(pairs):
+                assert torch.equal(captured, plain), f"lengths {lengths}, step {step}"
+        assert {row.executable for stats in graph.stats().values() for row in stats.buckets} == {"cudagraph"}
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[LLM]:
+    config = shrink(preset("llama-3.2-1b"), num_layers=2)
+    with served(config, random_weights(config, BF16, DEVICE)) as llm:
+        yield llm
+
+
+def test_captured_graphs_hold_our_kernels(small: LLM) -> None:
+    """Kernel names as the profiler sees them during a replay; nothing else runs kernels of these names then."""
+    batch = small.prefill(torch.tensor([ids(40, 1000)]))
+    seen = {
+        "prefill": names_in(lambda: small.prefill(torch.tensor([ids(40, 1000)])).close()),
+        "decode": names_in(lambda: small.decode(batch)),
+    }
+    batch.close()
+    for phase, wanted in KERNELS.items():
+        assert seen[phase], "the profiler reported no kernels at all"
+        assert wanted <= seen[phase], f"{phase}: {sorted(wanted - seen[phase])} missing in {sorted(seen[phase])}"
+        other = {"_prefill", "_decode_split", "_decode_reduce"} - wanted
+        assert not other & seen[phase], f"{phase} ran the other phase's attention"
+        rows = small.stats()[phase].buckets
+        assert all(row.executable == "cudagraph" for row in rows) and any(row.hits for row in rows)
+
+
+def names_in(call: Any) -> set[str]:
+    """Names of the kernels that ran on the GPU."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    ) as p:
+        call()
+        torch.cuda.synchronize()
+    return {event.name for event in p.events() if event.device_type == torch.autograd.DeviceType.CUDA}
+
+
+def compiled() -> dict[str, int]:
+    """How many variants each kernel has compiled in this process."""
+    kernels = (
+        rms_norm._rms_norm,
+        rope._rope_and_write,
+        prefill_attention._prefill,
+        decode_attention._decode_split,
+        decode_attention._decode_reduce,
+        swiglu._swiglu,
+        sampling._threshold,
+        sampling._tile_best,
+        sampling._row_best,
+    )
+    return {k.fn.__name__: sum(len(cache[0]) for cache in k.device_caches.values()) for k in kernels}
+
+
+def test_nothing_compiles_after_warm_up(small: LLM) -> None:
+    before = compiled()
+    assert all(before.values())
+    for call in range(20):
+        prompts = [ids(1 + (37 * call + 101 * row) % 700, 1000, row) for row in range(1 + call % 7)]
+        params = SamplingParams(
+            temperature=(0.0, 0.8)[call % 2],
+            top_k=(0, 40)[call % 4 // 2],
+            top_p=(1.0, 0.9)[call % 3 // 2],
+            seed=call,
+            max_tokens=1 + call % 5,
+            logprobs=3 if call % 5 == 0 else None,
+            ignore_eos=True,
+        )
+        if call % 6 == 5:
+            padded_greedy(small, prompts, 3, "right")
+        else:
+            results = small.generate(prompts, params)
+            assert all(len(result.outputs[0].token_ids) == params.max_tokens for result in results)
+    assert compiled() == before
+    assert is_idle(small)
+
+
+def test_seeded_draws_are_the_same_in_any_bucket_and_batch() -> None:
+    """In float32: the logits of two buckets may differ by rounding, which no draw here is close enough to notice."""
+    config = shrink(preset("llama-3.2-1b"), num_layers=2, vocab_size=32000)
+    weights = random_weights(config, FP32, DEVICE)
+    rows = [ids(length, config.vocab_size) for length in (3, 40, 200)]
+    params = [
+        SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=seed, max_tokens=24, ignore_eos=True)
+        for seed in (7, -1, 2**63 - 1)
+    ]
+    found = []
+    for made in (buckets(tokens=[64], batch=[1], requests=[1]), buckets(tokens=[512], batch=[8], requests=[8])):
+        with served(config, weights, made) as llm:
+            found.append([result.outputs[0].token_ids for result in llm.generate(rows, params)])
+            alone = [llm.generate([row], one)[0].outputs[0].token_ids for row, one in zip(rows, params, strict=True)]
+            assert alone == found[-1]
+    assert found[0] == found[1]
+    assert len({tuple(line) for line in found[0]}) == 3
+
+
+def test_greedy_tokens_equal_the_cpu() -> None:
+    """SmolLM2 in float32 where its file is given, else random weights of its shape."""
+    file = os.environ.get("BUCKETGRAPH_SMOLLM2")
+    config = load_config(file) if file else preset("smollm2-135m")
+    on_cpu = load_weights(file, config, FP32, "cpu") if file else random_weights(config, FP32, "cpu")
+    on_gpu = cast(config, on_cpu, FP32)
+    rows = [ids(length, config.vocab_size) for length in (1, 20, 90, 150)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    cpu = LLM.from_weights(config, on_cpu, buckets(tokens=[512], batch=[4], requests=[4]), max_model_len=1024)
+    want = [result.outputs[0].token_ids for result in cpu.generate(rows, greedy)]
+    with served(config, on_gpu) as gpu:
+        assert [result.outputs[0].token_ids for result in gpu.generate(rows, greedy)] == want
+        assert padded_greedy(gpu, rows, 16, "left") == want
+        assert [gpu.generate([row], greedy)[0].outputs[0].token_ids for row in rows] == want
+
+
+def test_eager_prefill_with_graphed_decode_equals_both_graphed(small: LLM) -> None:
+    made = buckets(tokens=[64, 512], batch=[1, 4], requests=[4])
+    assert made.phases is not None
+    phases = {**made.phases, "prefill": made.phases["prefill"].model_copy(update={"executable": "eager"})}
+    segmented = LLM.from_weights(
+        small.config, small._runner.model.weights, made.model_copy(update={"phases": phases}), max_model_len=1024
+    )
+    rows, forced = [ids(100, 1000), ids(7, 1000)], [ids(3, 1000, 1), ids(3, 1000, 2)]
+    for one, other in zip(logits(segmented, rows, forced), logits(small, rows, forced), strict=True):
+        assert torch.equal(one, other)
+    kinds = {name: {row.executable for row in stats.buckets} for name, stats in segmented.stats().items()}
+    assert kinds == {"prefill": {"eager"}, "decode": {"cudagraph"}}
+    segmented.release()
+
+
+def test_a_lazy_set_captures_between_requests_and_leaves_their_pages_alone(small: LLM) -> None:
+    made = buckets(tokens=[64], batch=[1, 2, 4], requests=[4], warmup={"lazy": True, "self_check": True})
+    rows = [ids(length, 1000) for length in (40, 20, 9)]
+    params = [SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True) for limit in (20, 4, 9)]
+    lazy = LLM.from_weights(small.config, small._runner.model.weights, made, max_model_len=1024)
+    eager_set = made.model_copy(update={"warmup": replace_warmup(made)})
+    ready = LLM.from_weights(small.config, small._runner.model.weights, eager_set, max_model_len=1024)
+    got, want = ([result.outputs[0].token_ids for result in llm.generate(rows, params)] for llm in (lazy, ready))
+    assert got == want
+    assert all(row.executable in ("cudagraph", "none") for row in lazy.stats()["decode"].buckets)
+    lazy.release(), ready.release()
+
+
+def replace_warmup(bucket_set: BucketSet) -> Any:
+    return bucket_set.warmup.model_copy(update={"lazy": False})
