@@ -152,6 +152,9 @@ class InputSpec(Model):
     dtype: Literal[DTYPES]  # type: ignore[valid-type]
     pad: Annotated[int | float | str, BeforeValidator(_pad)] = "zero"
     range: tuple[StrictInt, StrictInt] | None = None  # legal integer values, low to high (exclusive): for self-checks
+    inert: StrictBool = (
+        False  # padding may hold any legal value without a change in the result; self-checks hold it to that
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -213,10 +216,25 @@ class Memory(Model):
     budget: ByteSize | None = None
 
 
-class Warmup(Model):
-    """`self_check`: replay every bucket against unpadded eager. `lazy`: capture a bucket when it is first hit."""
+def _self_check(value: object) -> object:
+    if isinstance(value, bool) or value in ("quick", "full"):
+        return value
+    raise ValueError(f"expected true, false, quick or full, given {value!r}")
 
-    self_check: StrictBool = True
+
+SelfCheck = Annotated[
+    bool | Literal["quick", "full"],
+    BeforeValidator(_self_check),
+    WithJsonSchema({"enum": [True, False, "quick", "full"]}),
+]
+
+
+class Warmup(Model):
+    """`self_check`: replay every bucket against unpadded eager; `full` tries more sizes and paddings than `quick`,
+    which is what `true` means. `lazy`: capture a bucket when it is first hit.
+    """
+
+    self_check: SelfCheck = True
     lazy: StrictBool = False
     tolerance: Tolerance | None = None  # relative; None picks by dtype
 
@@ -240,6 +258,7 @@ class PhaseSpec(Model):
     overflow: Literal["eager", "split", "error"] = "eager"
     max_padding: Ratio | None = None
     outputs_are: Ownership = "cloned"
+    on_stale: Literal["error", "recapture"] = "error"  # when a tensor that a graph reads was rebound, moved or freed
 
     @field_validator("axes", mode="after")
     @classmethod
@@ -300,6 +319,12 @@ class BucketSet(PhaseSpec):
     phases: dict[StrictStr, PhaseSpec] | None = None  # prefill and decode
     kv_cache: KVCacheSpec | None = None
     max_model_len: StrictInt | None = Field(default=None, ge=1)
+    numerics: Literal["fast", "invariant"] = (
+        "fast"  # of an LLM: invariant makes a request's bits its own, phase by phase
+    )
+    quiet: Literal["count", "warn", "raise"] = (
+        "count"  # what a compile, a new memory segment or a sync after warm-up does
+    )
     _source: str = PrivateAttr(default="bucket set")  # the file it came from
 
     @property
@@ -335,6 +360,11 @@ class BucketSet(PhaseSpec):
             return self
         if self.kv_cache is not None or self.max_model_len is not None:
             raise ValueError("kv_cache and max_model_len belong to an LLM set, which has phases")
+        if self.numerics != "fast":
+            raise ValueError(
+                "numerics: invariant belongs to an LLM set; what one function computes is its own, and a bucket's shape"
+                " may pick another library kernel"
+            )
         for section in ("axes", "inputs", "outputs"):
             if not getattr(self, section):
                 raise ValueError(f"{section} is missing; a set without phases describes one function")

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bucketgraph.config import BucketSet, load
-from bucketgraph.errors import InputError, ModelError
+from bucketgraph.errors import ConfigError, InputError, ModelError
 from bucketgraph.manager import BucketManager, device_of
 from bucketgraph.stats import Stats
 from bucketgraph.warmup import Progress, WarmupReport
@@ -64,6 +64,9 @@ class Encoder:
         from bucketgraph.llm.model_config import resolve_model
 
         bucket_set = buckets if isinstance(buckets, BucketSet) else load(os.fspath(buckets))
+        if set(bucket_set.inputs) != {"input_ids", "attention_mask"} or "tokens" not in bucket_set.axes:
+            what = f"{bucket_set.source}: an encoder's set has an axis `tokens` and inputs input_ids and attention_mask"
+            raise ConfigError(what)
         reference = model if model is not None else bucket_set.model
         if reference is None:
             raise ModelError("no model was named", hint="give one, or set `model` in the bucket set")
@@ -77,10 +80,11 @@ class Encoder:
         """Unit vectors `[len(texts), hidden]` float32 on the CPU. A text over the largest bucket is cut, as the model's
         own pipeline cuts at its maximum. Raises InputError for an empty list or something that is not text.
         """
-        if isinstance(texts, str) or not texts or not all(isinstance(text, str) for text in texts):
-            raise InputError("texts to embed", given=type(texts).__name__, expected="a list of strings, not empty")
+        listed = texts if isinstance(texts, Sequence) and not isinstance(texts, str) else []
+        if not listed or not all(isinstance(text, str) for text in listed):
+            raise InputError("texts to embed", given=_short(texts), expected="a list of strings, not empty")
         requests = []
-        for encoding in self._tokenizer.encode_batch(list(texts)):
+        for encoding in self._tokenizer.encode_batch(list(listed)):
             ids = torch.tensor(encoding.ids, dtype=torch.int64)
             if len(ids) > self._longest:  # keep the closing token
                 ids = torch.cat([ids[: self._longest - 1], ids[-1:]])
@@ -90,6 +94,11 @@ class Encoder:
 
     def stats(self) -> Stats:
         return self.manager.stats()
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _tokenizer(folder: Path) -> Any:

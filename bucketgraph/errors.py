@@ -48,3 +48,11 @@ class ModelError(BucketGraphError, ValueError):
 
 class StaleError(BucketGraphError, RuntimeError):
     """A tensor that a captured executable reads is not where it was; nothing was launched."""
+
+
+class DeviceError(BucketGraphError, RuntimeError):
+    """The CUDA context is broken, such as by an illegal address: nothing runs in this process any more."""
+
+
+class NotQuietError(BucketGraphError, RuntimeError):
+    """A call compiled, grew memory or synchronised after warm-up, and the set says `quiet: raise`."""

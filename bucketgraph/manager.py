@@ -8,6 +8,7 @@ off and hands out memory that is the caller's. Everything a call needs was made 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,13 +18,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from bucketgraph import executables
+from bucketgraph import executables, monitor
 from bucketgraph.buckets import Bucket, Plan
 from bucketgraph.config import BucketSet, Memory, PhaseSpec, Warmup, load
-from bucketgraph.errors import ConfigError, InputError, NoBucketError, NotWarmError
+from bucketgraph.contract import Contract
+from bucketgraph.errors import ConfigError, InputError, NoBucketError, NotQuietError, NotWarmError, StaleError
 from bucketgraph.executables import Executable, Family
 from bucketgraph.slots import Arena, Outputs, Slot, StaticInputs, check_inputs, longest, pack, unpad
-from bucketgraph.stats import Recorder, Stats
+from bucketgraph.stats import Recorder, Stats, log
 from bucketgraph.warmup import Progress, WarmupReport, warm_up
 
 Example = Callable[[Mapping[str, int], torch.Generator], Mapping[str, Tensor]]
@@ -58,7 +60,9 @@ class BucketManager:
         device: where it runs; None takes the module's device, else a GPU if there is one.
         family: what shares the graph pool; None makes a new one.
         example: makes legal inputs of given sizes for warm-up and self-check; None draws them by the set's `range`.
-        warmup, memory: policies where `bucket_set` is one phase and has none of its own.
+        warmup, memory, quiet: policies where `bucket_set` is one phase and has none of its own.
+        state: more tensors that the function reads, by name, where they cannot be found in the module, the attributes
+            of the method's object, or the function's closure and globals.
 
     Raises:
         ConfigError: the set is an LLM's, the module is in training mode, or the executable does not fit the device.
@@ -75,6 +79,8 @@ class BucketManager:
         name: str | None = None,
         warmup: Warmup | None = None,
         memory: Memory | None = None,
+        state: Mapping[str, Tensor] | None = None,
+        quiet: str | None = None,
     ) -> None:
         spec = bucket_set if isinstance(bucket_set, PhaseSpec) else load(os.fspath(bucket_set))
         if isinstance(spec, BucketSet) and spec.is_llm:
@@ -88,6 +94,7 @@ class BucketManager:
         self.name = name or (spec.name if isinstance(spec, BucketSet) else "buckets")
         self.policy = warmup or (spec.warmup if isinstance(spec, BucketSet) else Warmup())
         self.memory = memory or (spec.memory if isinstance(spec, BucketSet) else Memory())
+        self.quiet = quiet or (spec.quiet if isinstance(spec, BucketSet) else "count")
         self.device = device_of(fn, device if device is not None or family is None else family.device)
         if family is not None and self.device != family.device:
             raise ConfigError("the family is on another device", given=family.device, expected=self.device)
@@ -101,6 +108,9 @@ class BucketManager:
         self._arena: Arena | None = None
         self._captured: dict[Bucket, Captured] = {}
         self._recorder = Recorder(self.name)
+        self._contract: Contract | None = None  # of what is captured; None where nothing is bound to addresses
+        self._state_tensors = state
+        self._since = (0, 0)  # compiles and memory segments when warm-up ended
         self._state = "lazy" if self.policy.lazy else "cold"
 
     # -- what a user calls -------------------------------------------------------------------------------------------
@@ -140,7 +150,7 @@ class BucketManager:
             raise InputError("this set has no axis that leads every input and output", hint="call the manager itself")
         if not requests:
             raise InputError("the batch is empty", expected="at least one request")
-        slots = [Slot(s.name, s.dims[1:], s.dtype, s.pad, s.range) for s in self.slots]
+        slots = [dataclasses.replace(slot, dims=slot.dims[1:]) for slot in self.slots]
         each = [check_inputs(slots, request, self.device) for request in requests]
         limit = self.lattice.axes[self._order[axis]].largest if self.spec.overflow == "split" else len(each)
         parts = [slice(start, start + limit) for start in range(0, len(each), limit)]
@@ -164,9 +174,13 @@ class BucketManager:
     def stats(self) -> Stats:
         """Hits and padding per bucket, and every call that went another way, with its reason."""
         with self.family.lock:
+            compiles, segments = monitor.compiles() - self._since[0], monitor.segments(self.device) - self._since[1]
             return self._recorder.snapshot(
-                (bucket, self._captured[bucket].serves if bucket in self._captured else "none")
-                for bucket in self.lattice.buckets
+                {"compiles": compiles, "segments": segments} if self._captured else {},
+                (
+                    (bucket, self._captured[bucket].serves if bucket in self._captured else "none")
+                    for bucket in self.lattice.buckets
+                ),
             )
 
     def release(self) -> None:
@@ -190,9 +204,13 @@ class BucketManager:
             self._require_warm()  # once more: it may have been released while this call waited
             self._refuse_any([plan])
             try:
-                result, outcome, code, reason = (self._run_parts if plan.parts else self._run_whole)(plan, inputs, keep)
-            except Exception:
+                self._require_fresh()
+                with self._watched():
+                    run = self._run_parts if plan.parts else self._run_whole
+                    result, outcome, code, reason = run(plan, inputs, keep)
+            except Exception as error:
                 self._recorder.call("raised")
+                self.family.examine(error)
                 raise
             self._recorder.call(outcome, code, reason)
             return result
@@ -246,6 +264,31 @@ class BucketManager:
         moved = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         return self._outputs.select(self.fn(**moved))
 
+    def _require_fresh(self) -> None:
+        """Nothing that a graph reads was rebound, resized, moved or freed; raises StaleError, or captures again."""
+        if self._contract is None:
+            return
+        try:
+            self._contract.check()
+        except StaleError as error:
+            if self.spec.on_stale == "error":
+                raise
+            self._recorder.fallback("recaptured", "stale", str(error))
+            warm_up([self], None, list(self._captured))
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Hold a call to `quiet: warn` or `raise`."""
+        if self.quiet == "count":
+            yield
+            return
+        with monitor.watch(self.device) as seen:
+            yield
+        if seen.any:
+            if self.quiet == "raise":
+                raise NotQuietError(f"{self.name} was not quiet after warm-up", given=seen)
+            log.warning("%s was not quiet after warm-up: %s", self.name, seen)
+
     # -- what warm-up uses -------------------------------------------------------------------------------------------
 
     def build(self, bucket: Bucket) -> Captured:
@@ -267,6 +310,11 @@ class BucketManager:
         self._outputs.check(outputs, captured.bucket)
         return outputs
 
+    def bind(self) -> None:
+        """Take down where everything lies that the captures to come will read."""
+        if self.kind == "cudagraph":
+            self._contract = Contract(self.fn, self._state_tensors)
+
     def adopt(self, captured: Captured) -> None:
         """Serve this bucket from now on."""
         with self.family.lock:
@@ -275,6 +323,7 @@ class BucketManager:
 
     def ready(self) -> None:
         self._state = "lazy" if self.policy.lazy else "warm"
+        self._since = monitor.compiles(), monitor.segments(self.device)
 
     @property
     def captured(self) -> Mapping[Bucket, Captured]:

@@ -32,6 +32,7 @@ class Slot:
     dtype: torch.dtype
     pad: int | float | None  # the value of the padding; None repeats the last real element
     range: tuple[int, int] | None = None  # legal integers [low, high) for made-up inputs
+    inert: bool = False  # whether any legal value may stand in the padding
 
     @classmethod
     def from_spec(cls, name: str, spec: InputSpec) -> Slot:
@@ -40,7 +41,7 @@ class Slot:
         dtype: torch.dtype = getattr(torch, spec.dtype)
         # As torch takes them: a whole number may be too long to fill a float slot, a float too coarse for an int64.
         exact = None if pad is None else float(pad) if dtype.is_floating_point else int(pad)
-        return cls(name, spec.shape, dtype, exact, spec.range)
+        return cls(name, spec.shape, dtype, exact, spec.range, spec.inert)
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in self.dims)
@@ -91,6 +92,17 @@ class StaticInputs:
             if inputs[slot.name].device.type != "cpu":
                 _write(self.views[slot.name], inputs[slot.name], slot.pad)
 
+    def poison(self, byte: int) -> None:
+        """Set every byte of the arena and of the staging, gaps too; for self-checks."""
+        self._arena.poison(byte)
+
+    def gaps(self) -> Tensor:
+        """The bytes between and behind the slots, which nothing may write."""
+        held = torch.zeros(self._arena.device_bytes.numel(), dtype=torch.bool)
+        for start, end in self.spans.values():
+            held[start:end] = True
+        return self._arena.device_bytes[~held.to(self._arena.device_bytes.device)]
+
     def _runs(self, slots: Iterable[Slot]) -> list[tuple[int, int]]:
         """Byte ranges that cover these slots, neighbours merged (the gap between neighbours is alignment only)."""
         runs: list[tuple[int, int]] = []
@@ -107,7 +119,8 @@ class Arena:
     """The memory of all static inputs of a set; buckets overlap in it, since one replay runs at a time."""
 
     def __init__(self, slots: Sequence[Slot], buckets: Iterable[Bucket], device: torch.device) -> None:
-        size = max(sum(_bytes(slot, bucket) for slot in slots) for bucket in buckets)
+        # One stretch more than the largest bucket fills: a write past the last slot is seen there and hits nothing.
+        size = max(sum(_bytes(slot, bucket) for slot in slots) for bucket in buckets) + _ALIGN
         copies = 2 if device.type == "cuda" else 0
         with torch.inference_mode(False):  # or only calls in inference mode could write it
             self.device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -115,6 +128,12 @@ class Arena:
         self._events = tuple(torch.cuda.Event() for _ in range(copies))
         self._device = device
         self._turn = 0
+
+    def poison(self, byte: int) -> None:
+        for event in self._events:
+            event.synchronize()
+        for buffer in (self.device_bytes, *self.staging):
+            buffer.fill_(byte)
 
     def next_staging(self) -> int:
         self._turn = (self._turn + 1) % len(self.staging)
@@ -128,6 +147,13 @@ class Arena:
 
 def _bytes(slot: Slot, bucket: Bucket) -> int:
     return -(-prod(slot.shape(bucket.as_dict())) * slot.dtype.itemsize // _ALIGN) * _ALIGN
+
+
+def padded(slot: Slot, source: Tensor, bucket: Bucket) -> Tensor:
+    """What the slot must hold after `fill`: a new tensor of the bucket's shape, on the source's device."""
+    made = torch.empty(slot.shape(bucket.as_dict()), dtype=slot.dtype, device=source.device)
+    _write(made, source, slot.pad)
+    return made
 
 
 def _write(view: Tensor, source: Tensor, pad: int | float | None) -> None:

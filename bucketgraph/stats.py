@@ -38,6 +38,7 @@ class Stats:
     outcomes: dict[str, int]  # replayed, split, eager, refused, raised: they add up to calls
     fallbacks: dict[str, int]  # outcome:code, such as eager:over_largest; parts of split calls count, too
     buckets: tuple[BucketStats, ...] = field(default=())
+    after_warmup: dict[str, int] = field(default_factory=dict)  # of the whole process: compiles, memory segments
 
     @property
     def padding(self) -> float:
@@ -79,10 +80,10 @@ class Recorder:
         self._real[plan.bucket] += plan.real
         self._padded[plan.bucket] += plan.padded
 
-    def snapshot(self, buckets: Iterable[tuple[Bucket, str]]) -> Stats:
+    def snapshot(self, after_warmup: dict[str, int], buckets: Iterable[tuple[Bucket, str]]) -> Stats:
         rows = tuple(
             BucketStats(str(bucket), executable, self._hits[bucket], self._real[bucket], self._padded[bucket])
             for bucket, executable in buckets
         )
         calls = sum(self._outcomes.values())
-        return Stats(self.name, calls, dict(self._outcomes), dict(self._fallbacks), rows)
+        return Stats(self.name, calls, dict(self._outcomes), dict(self._fallbacks), rows, after_warmup)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
@@ -17,18 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
+from bucketgraph import selfcheck
 from bucketgraph.buckets import Bucket
 from bucketgraph.errors import CaptureError
-from bucketgraph.slots import unpad
+from bucketgraph.executables.family import synchronize
 
 if TYPE_CHECKING:
     from bucketgraph.manager import BucketManager, Captured
 
-# Relative to the largest magnitude of the reference: a sum over a padded row may be grouped differently.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-_COARSE = 0.25  # 8-bit floats
 _STAGES = ("warm", "capture", "check")
 
 
@@ -94,7 +92,7 @@ def warm_up(
     """Warm up all buckets of managers that share a family (or just `only`, of a single manager).
 
     Raises:
-        CaptureError: the device is unusable after a failure, so that no bucket could be trusted.
+        DeviceError: the device is unusable after a failure, so that no bucket could be trusted.
     """
     started = time.perf_counter()
     gc.collect()  # garbage found during a capture would end it
@@ -107,6 +105,9 @@ def warm_up(
     work.sort(key=lambda item: -prod(item[1].bucket.sizes))
     done = 0
     for stage in _STAGES:
+        if stage == "capture":
+            for manager in managers:
+                manager.bind()
         if stage == "capture" and managers[0].device.type == "cuda":
             torch.cuda.empty_cache()  # what warming used lies in the common pool, where no graph can have it
         for manager, captured in work:
@@ -135,8 +136,8 @@ def _step(stage: str, manager: BucketManager, captured: Captured) -> None:
         with manager.family.turn():
             {"warm": _warm, "capture": _capture, "check": _check}[stage](manager, captured)
     except Exception as error:
-        captured.error = f"{stage}: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        _require_device(manager, captured, error)
+        captured.error = f"{stage}: {type(error).__name__}: {' '.join(str(error).split())[:500]}{_where(error)}"
+        manager.family.examine(error)
     if captured.error is not None:  # after the handler, since a traceback holds on to the function's tensors
         captured.executable.release()
         manager.family.mib -= captured.mib
@@ -147,7 +148,7 @@ def _step(stage: str, manager: BucketManager, captured: Captured) -> None:
 def _warm(manager: BucketManager, captured: Captured) -> None:
     _fill(manager, captured)
     captured.executable.warm()
-    _sync(manager.device)
+    synchronize(manager.device)
 
 
 def _capture(manager: BucketManager, captured: Captured) -> None:
@@ -158,11 +159,10 @@ def _capture(manager: BucketManager, captured: Captured) -> None:
     # The arena holds another bucket's inputs by now; capture and its first replay must see legal ones.
     _fill(manager, captured)
     captured.executable.capture()
-    if (
-        captured.executable.kind != "eager" or not manager.policy.self_check
-    ):  # eager runs for the first time in its check
+    first_run_is_its_check = captured.executable.kind == "eager" and manager.policy.self_check
+    if not first_run_is_its_check:
         manager.check_outputs(captured)
-    _sync(manager.device)
+    synchronize(manager.device)
     captured.mib = max(0, before - _free_bytes(manager.device)) / 2**20
     manager.family.mib += captured.mib
     if budget is not None and manager.family.mib * 2**20 > budget:
@@ -171,74 +171,34 @@ def _capture(manager: BucketManager, captured: Captured) -> None:
 
 def _fill(manager: BucketManager, captured: Captured) -> None:
     """Made-up inputs with padding, as calls will be: a function may take another path when nothing is padded."""
-    sizes = _inner_sizes(manager, captured.bucket)
-    captured.inputs.fill(manager.example(sizes, _generator(captured.bucket)))
+    sizes = selfcheck.inner_sizes(manager, captured.bucket)
+    captured.inputs.fill(manager.example(sizes, selfcheck.generator(captured.bucket)))
 
 
 def _check(manager: BucketManager, captured: Captured) -> None:
-    """Padded replay against the unpadded function, on sizes that only this bucket serves where there are any."""
-    generator = _generator(captured.bucket)
-    sizes = _inner_sizes(manager, captured.bucket)
-    inputs = manager.example(sizes, generator)
-    want = {name: tensor.clone() for name, tensor in manager.run_unpadded(inputs).items()}
-    captured.inputs.fill(inputs)
-    got = manager.check_outputs(captured)
-    compared = {name: spec for name, spec in manager.spec.outputs.items() if spec.check}
-    errors = [
-        _difference(name, unpad(got[name], spec.shape, sizes), want[name], manager.policy.tolerance)
-        for name, spec in compared.items()
-    ]
-    captured.check = max(errors, default=0.0)
+    captured.check = selfcheck.check(manager, captured)
 
 
-def _difference(name: str, got: Tensor, want: Tensor, tolerance: float | None) -> float:
-    """Largest difference over largest magnitude. Raises CaptureError above the tolerance, or for NaN."""
-    if got.shape != want.shape:
-        raise CaptureError(f"output {name} has another shape than unpadded", given=list(got.shape), expected=want.shape)
-    if not want.dtype.is_floating_point:
-        wrong = int((got != want).sum())
-        if wrong:
-            raise CaptureError(f"output {name} differs from unpadded eager", given=f"{wrong} of {want.numel()} values")
-        return 0.0
-    limit = tolerance if tolerance is not None else TOLERANCE.get(want.dtype, _COARSE)
-    got, want = got.double(), want.double()
-    if bool(want.isnan().any()):
-        raise CaptureError(f"output {name} of the function itself holds NaN")
-    differing = got != want  # equal infinities, such as masked logits, are equal
-    if not bool(differing.any()):
-        return 0.0
-    scale = float(want.masked_fill(want.isinf(), 0.0).abs().max().clamp_min(1e-30))
-    error = float((got - want)[differing].abs().max()) / scale
-    if not error <= limit:
-        raise CaptureError(f"output {name} differs from unpadded eager", given=f"{error:.2e}", expected=f"{limit:g}")
-    return error
+def _where(error: BaseException) -> str:
+    """The innermost place in the function's own code: the operation that failed is on that line."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
+    return (
+        f" (in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})"
+        if frames
+        else ""
+    )
 
 
-def _inner_sizes(manager: BucketManager, bucket: Bucket) -> dict[str, int]:
-    """Sizes halfway down to the next smaller size of each axis, so that every axis with room has a padded tail."""
-    inner = {}
-    for axis, size in zip(manager.lattice.axes, bucket.sizes, strict=True):
-        position = axis.sizes.index(size)
-        below = axis.sizes[position - 1] if position else 0
-        inner[axis.name] = size - (size - below) // 2 if size - below > 1 else size
-    return inner
-
-
-def _generator(bucket: Bucket) -> torch.Generator:
-    return torch.Generator().manual_seed(prod(bucket.sizes))
-
-
-def _require_device(manager: BucketManager, captured: Captured, error: Exception) -> None:
-    try:
-        _sync(manager.device)
-    except RuntimeError as broken:
-        what = f"the device is unusable after bucket {captured.bucket} failed"
-        raise CaptureError(what, given=str(broken).splitlines()[0], hint="restart the process") from error
-
-
-def _sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _is_library(filename: str) -> bool:
+    own = Path(__file__).parent
+    inner = {
+        own / "warmup.py",
+        own / "manager.py",
+        own / "selfcheck.py",
+        own / "slots.py",
+        *own.glob("executables/*.py"),
+    }
+    return Path(filename) in inner or "site-packages" in filename or filename.startswith("<")
 
 
 def _free_bytes(device: torch.device) -> int:

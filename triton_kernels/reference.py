@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+BLOCK = 64  # query positions, and rows of a matmul, that are computed together
 _MASK32 = 0xFFFFFFFF
 _PHILOX_M0, _PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
 _PHILOX_W0, _PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
@@ -92,15 +93,31 @@ def prefill_attention(
         n = end - start
         if n > 0 and kv_len > 0:
             k, v = _gather(k_cache, table, kv_len), _gather(v_cache, table, kv_len)
-            rows = _wide(q[start:end]).transpose(0, 1)  # [Hq, n, D]
-            whole = n == kv_len
-            seen = None if whole else torch.ones(n, kv_len, dtype=torch.bool, device=q.device).tril(kv_len - n)
-            o = F.scaled_dot_product_attention(
-                rows[None], k[None], v[None], attn_mask=seen, is_causal=whole, scale=scale, enable_gqa=True
-            )
-            out[start:end] = o[0].transpose(0, 1).to(q.dtype)
+            out[start:end] = _causal_blocks(_wide(q[start:end]).transpose(0, 1), k, v, scale).to(q.dtype)
         start = end
     return out
+
+
+def _causal_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The last rows `q [Hq, n, D]` of a request over all its `k, v [Hk, kv_len, D]`; `[n, Hq, D]`.
+
+    In blocks of positions that begin at multiples of BLOCK, each filled up with zeros: then a row's bits depend on its
+    position and not on where a chunk of the prompt began.
+    """
+    n, kv_len = q.shape[1], k.shape[1]
+    first = kv_len - n
+    k, v = (F.pad(x, (0, 0, 0, -kv_len % BLOCK)) for x in (k, v))
+    blocks = []
+    for base in range(first // BLOCK * BLOCK, kv_len, BLOCK):
+        low, high = max(base, first), min(base + BLOCK, kv_len)
+        rows = F.pad(q[:, low - first : high - first], (0, 0, low - base, base + BLOCK - high))
+        seen = torch.ones(BLOCK, base + BLOCK, dtype=torch.bool, device=q.device).tril(base)
+        keys, values = k[:, : base + BLOCK], v[:, : base + BLOCK]
+        o = F.scaled_dot_product_attention(
+            rows[None], keys[None], values[None], attn_mask=seen, scale=scale, enable_gqa=True
+        )
+        blocks.append(o[0, :, low - base : high - base])
+    return torch.cat(blocks, dim=1).transpose(0, 1)
 
 
 def decode_attention(
@@ -124,6 +141,15 @@ def decode_attention(
             o = F.scaled_dot_product_attention(heads[None], k[None], v[None], scale=scale)
             out[row] = o.reshape(-1, dim).to(q.dtype)
     return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, phase: str) -> Tensor:
+    """`x [T, K] @ weight [N, K].T + bias [N]`, a fixed number of rows at a time, so that a row's bits do not depend on
+    how many there are. `phase` (prefill or decode) picks the tile of the kernel and nothing here.
+    """
+    whole = F.pad(x, (0, 0, 0, -x.shape[0] % BLOCK))
+    parts = [F.linear(rows, weight, bias) for rows in whole.split(BLOCK)]
+    return torch.cat(parts)[: x.shape[0]]
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """The Triton kernels under the names and signatures of `reference`."""
 
 from .decode_attention import decode_attention
+from .matmul import linear
 from .prefill_attention import prefill_attention
 from .rms_norm import rms_norm
 from .rope import rope_and_write
 from .sampling import sample
 from .swiglu import swiglu
 
-__all__ = ["decode_attention", "prefill_attention", "rms_norm", "rope_and_write", "sample", "swiglu"]
+__all__ = ["decode_attention", "linear", "prefill_attention", "rms_norm", "rope_and_write", "sample", "swiglu"]

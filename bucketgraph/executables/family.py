@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 
+from bucketgraph.errors import DeviceError
 from bucketgraph.executables.pool import Pool
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; a sticky CUDA error comes out here."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Family:
@@ -22,6 +29,7 @@ class Family:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.RLock()
+        self.broken: str | None = None  # the sticky CUDA error that ended the context
         self.mib = 0.0  # device memory that captures took so far
         self._compiled: dict[int, tuple[object, Any]] = {}
         self._read: torch.cuda.Event | None = None  # when the last outputs were read
@@ -32,11 +40,25 @@ class Family:
                 self._read = torch.cuda.Event()
             self._pool = Pool(device)
 
+    def require_alive(self) -> None:
+        """Raises DeviceError if the CUDA context was found broken; nothing can be launched in it."""
+        if self.broken is not None:
+            raise DeviceError("the CUDA context is broken", given=self.broken, hint="restart the process")
+
+    def examine(self, error: Exception) -> None:
+        """After a failed call: raises DeviceError from `error` if it took the whole context with it."""
+        try:
+            synchronize(self.device)
+        except RuntimeError as broken:
+            self.broken = str(broken).splitlines()[0]
+            raise DeviceError("the CUDA context is broken", given=self.broken, hint="restart the process") from error
+
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Fill, replay and read happen inside: one caller at a time, after the last caller's reads on the GPU."""
         # Outside the caller's inference mode: tensors made inside it could not be written by a call outside it.
         with self.lock, torch.inference_mode(False), torch.no_grad():
+            self.require_alive()
             if self._read is None:
                 yield
                 return
@@ -46,8 +68,9 @@ class Family:
             try:
                 yield
             finally:
-                self._read.record(stream)
-                self._read_on = stream.cuda_stream
+                if self.broken is None:
+                    self._read.record(stream)
+                    self._read_on = stream.cuda_stream
 
     def pool(self) -> Pool:
         """The pool for the next capture."""

@@ -122,7 +122,11 @@ class LLM:
         self.dtype, self.device = weights.embed.dtype, weights.embed.device
         self._random = random.Random(seed)
         cache, self.max_model_len = _make_cache(config, weights, bucket_set, max_model_len)
-        self._runner = Runner(LanguageModel(config, weights, cache, self.max_model_len), bucket_set, self.max_model_len)
+        self._runner = Runner(
+            LanguageModel(config, weights, cache, self.max_model_len, bucket_set.numerics),
+            bucket_set,
+            self.max_model_len,
+        )
         eos = config.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ())
         self._engine = Engine(self._runner, tokenizer, eos)
         self.report: WarmupReport | None = None

@@ -1,13 +1,17 @@
 """The forward pass of both phases, over static shapes: what a bucket captures.
 
 Rules: nothing here depends on a value, only on shapes; lengths, page tables and slots are device tensors. A padded
-token has slot -1 (nothing is written), a padded row has length 0 (zeros are attended). Matmuls are the library's; the
-rest is `kernels.ops`: Triton on a GPU, plain torch elsewhere. The declared inputs stand beside the function they feed.
+token has slot -1 (nothing is written), a padded row has length 0 (zeros are attended). Kernels are `kernels.ops`:
+Triton on a GPU, plain torch elsewhere. Matmuls are the library's in `fast` numerics and our own in `invariant`, where
+the KV split has a fixed size, too: then a row's bits depend on its request alone. Inputs stand beside what they feed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,43 +21,53 @@ from bucketgraph.config import InputSpec, OutputSpec
 from bucketgraph.llm.kv_cache import PagedKVCache
 from bucketgraph.llm.model_config import ModelConfig
 from bucketgraph.llm.rope import cos_sin_table
-from bucketgraph.llm.weights import LayerWeights, ModelWeights
+from bucketgraph.llm.weights import ModelWeights
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Linear = Callable[..., Tensor]
 
 
-def _sampling_inputs(rows: str) -> dict[str, InputSpec]:
+@dataclass(frozen=True)
+class Limits:
+    """What bounds legal inputs; made-up ones and the self-check's paddings stay inside."""
+
+    vocab: int
+    context: int  # tokens of a request
+    pages: int  # of the KV cache
+    table_width: int  # columns of a block table
+
+
+def _token_inputs(rows: str, limits: Limits) -> dict[str, InputSpec]:
+    """What each token has. Only the slot says whether it is real; the rest of its padding may hold anything legal."""
     return {
-        "temperature": InputSpec(shape=(rows,), dtype="float32", pad=0),  # a padded row is greedy
-        "top_k": InputSpec(shape=(rows,), dtype="int32", pad=0),
-        "top_p": InputSpec(shape=(rows,), dtype="float32", pad=1),
-        "seeds": InputSpec(shape=(rows,), dtype="int64", pad=0),
+        "input_ids": InputSpec(shape=(rows,), dtype="int64", pad=0, range=(0, limits.vocab), inert=True),
+        "positions": InputSpec(shape=(rows,), dtype="int32", pad=0, range=(0, limits.context), inert=True),
+        "slot_mapping": InputSpec(shape=(rows,), dtype="int64", pad="skip"),
     }
 
 
-def prefill_inputs(table_width: int) -> dict[str, InputSpec]:
+def _row_inputs(rows: str, limits: Limits) -> dict[str, InputSpec]:
+    """What each request has. A length of 0 says that it is padding; `kv_lens` counts the tokens of this run, too."""
+    pages = (0, limits.pages)
+    return {
+        "kv_lens": InputSpec(shape=(rows,), dtype="int32", pad=0),
+        "block_tables": InputSpec(shape=(rows, limits.table_width), dtype="int32", pad=0, range=pages, inert=True),
+        "temperature": InputSpec(shape=(rows,), dtype="float32", pad=0, inert=True),  # 0 is greedy: the cheapest row
+        "top_k": InputSpec(shape=(rows,), dtype="int32", pad=0, inert=True),
+        "top_p": InputSpec(shape=(rows,), dtype="float32", pad=1, inert=True),
+        "seeds": InputSpec(shape=(rows,), dtype="int64", pad=0, inert=True),
+    }
+
+
+def prefill_inputs(limits: Limits) -> dict[str, InputSpec]:
     """Packed prompts: `tokens` rows of `requests` requests, each a prompt or a chunk of one."""
-    return {
-        "input_ids": InputSpec(shape=("tokens",), dtype="int64", pad=0),
-        "positions": InputSpec(shape=("tokens",), dtype="int32", pad=0),
-        "slot_mapping": InputSpec(shape=("tokens",), dtype="int64", pad="skip"),
-        "query_ends": InputSpec(shape=("requests",), dtype="int32", pad="repeat_last"),
-        "kv_lens": InputSpec(shape=("requests",), dtype="int32", pad=0),
-        "block_tables": InputSpec(shape=("requests", table_width), dtype="int32", pad=0),
-        **_sampling_inputs("requests"),
-    }
+    ends = InputSpec(shape=("requests",), dtype="int32", pad="repeat_last")
+    return {**_token_inputs("tokens", limits), "query_ends": ends, **_row_inputs("requests", limits)}
 
 
-def decode_inputs(table_width: int) -> dict[str, InputSpec]:
-    """One token for each of `batch` requests. `kv_lens` counts the token itself."""
-    return {
-        "input_ids": InputSpec(shape=("batch",), dtype="int64", pad=0),
-        "positions": InputSpec(shape=("batch",), dtype="int32", pad=0),
-        "slot_mapping": InputSpec(shape=("batch",), dtype="int64", pad="skip"),
-        "kv_lens": InputSpec(shape=("batch",), dtype="int32", pad=0),
-        "block_tables": InputSpec(shape=("batch", table_width), dtype="int32", pad=0),
-        **_sampling_inputs("batch"),
-    }
+def decode_inputs(limits: Limits) -> dict[str, InputSpec]:
+    """One token for each of `batch` requests."""
+    return {**_token_inputs("batch", limits), **_row_inputs("batch", limits)}
 
 
 def outputs(rows: str) -> dict[str, OutputSpec]:
@@ -64,12 +78,25 @@ def outputs(rows: str) -> dict[str, OutputSpec]:
 class LanguageModel:
     """Weights, KV cache and RoPE table of a Llama- or Qwen-family model, and its two phases."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, cache: PagedKVCache, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        cache: PagedKVCache,
+        max_model_len: int,
+        numerics: Literal["fast", "invariant"] = "fast",
+    ) -> None:
         self.config, self.weights, self.cache = config, weights, cache
         device = weights.embed.device
         self._ops = kernels.ops(device)
         self._cos_sin = cos_sin_table(config, max_model_len, device)
         self._scale = config.head_dim**-0.5
+        self._linear: dict[str, Linear] = {"prefill": F.linear, "decode": F.linear}
+        self._split_size = 0
+        if numerics == "invariant":
+            self._linear = {phase: partial(self._ops.linear, phase=phase) for phase in self._linear}
+            # A size of the model's, not of a batch: at most 64 splits of the longest context, in whole tiles.
+            self._split_size = max(256, -(-max_model_len // 64 // 64) * 64)
 
     def prefill(
         self,
@@ -89,7 +116,7 @@ class LanguageModel:
             )
             return attended
 
-        hidden = self._layers(input_ids, positions, slot_mapping, attend)
+        hidden = self._layers(input_ids, positions, slot_mapping, attend, self._linear["prefill"])
         last = (query_ends - 1).clamp_min(0)  # an empty or padded request reads a row that is there, and is ignored
         return self._next(hidden.index_select(0, last), kv_lens, sampling)
 
@@ -105,18 +132,23 @@ class LanguageModel:
         """The next token of each row `[batch]` and its logits `[batch, vocab]`."""
 
         def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-            attended: Tensor = self._ops.decode_attention(q, k_cache, v_cache, block_tables, kv_lens, self._scale)
+            attended: Tensor = self._ops.decode_attention(
+                q, k_cache, v_cache, block_tables, kv_lens, self._scale, split_size=self._split_size
+            )
             return attended
 
-        return self._next(self._layers(input_ids, positions, slot_mapping, attend), kv_lens, sampling)
+        hidden = self._layers(input_ids, positions, slot_mapping, attend, self._linear["decode"])
+        return self._next(hidden, kv_lens, sampling)
 
-    def _layers(self, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, attend: Attend) -> Tensor:
+    def _layers(
+        self, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, attend: Attend, linear: Linear
+    ) -> Tensor:
         eps = self.config.rms_norm_eps
         residual = F.embedding(input_ids, self.weights.embed)  # [rows, H]
         update: Tensor | None = None  # what the last sublayer adds to the residual
         for index, layer in enumerate(self.weights.layers):
             hidden, residual = self._norm(update, residual, layer.input_norm)
-            qkv = F.linear(hidden, layer.qkv, layer.qkv_bias)
+            qkv = linear(hidden, layer.qkv, layer.qkv_bias)
             k_cache, v_cache = self.cache.layer(index)
             q = self._ops.rope_and_write(
                 qkv,
@@ -131,9 +163,9 @@ class LanguageModel:
                 eps,
             )
             attended = attend(q, k_cache, v_cache)  # [rows, heads, D]
-            update = F.linear(attended.flatten(1), layer.o)
+            update = linear(attended.flatten(1), layer.o)
             hidden, residual = self._norm(update, residual, layer.post_norm)
-            update = self._mlp(hidden, layer)
+            update = linear(self._ops.swiglu(linear(hidden, layer.gate_up)), layer.down)
         return self._norm(update, residual, self.weights.final_norm)[0]
 
     def _norm(self, update: Tensor | None, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,11 +176,8 @@ class LanguageModel:
         normed, total = self._ops.rms_norm(update, weight, eps, residual)
         return normed, total
 
-    def _mlp(self, hidden: Tensor, layer: LayerWeights) -> Tensor:
-        return F.linear(self._ops.swiglu(F.linear(hidden, layer.gate_up)), layer.down)
-
     def _next(self, hidden: Tensor, kv_lens: Tensor, sampling: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        logits = F.linear(hidden, self.weights.lm_head)  # [rows, vocab]
+        logits = self._linear["decode"](hidden, self.weights.lm_head)  # [rows, vocab]; few rows in either phase
         # The position being sampled is the number of tokens before it: the same in both phases and any bucket.
         tokens: Tensor = self._ops.sample(
             logits,

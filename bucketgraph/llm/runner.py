@@ -18,7 +18,7 @@ from bucketgraph.errors import ConfigError
 from bucketgraph.executables import Family
 from bucketgraph.llm import model as forward
 from bucketgraph.llm.kv_cache import PagedKVCache, pages_to_fill
-from bucketgraph.llm.model import LanguageModel
+from bucketgraph.llm.model import LanguageModel, Limits
 from bucketgraph.llm.request import Request
 from bucketgraph.llm.sampling import SamplingParams
 from bucketgraph.manager import BucketManager
@@ -52,9 +52,11 @@ class Runner:
                 name=name,
                 warmup=bucket_set.warmup,
                 memory=bucket_set.memory,
+                quiet=bucket_set.quiet,
             )
 
-        prefill, decode = _complete(bucket_set, self.table_width)
+        limits = Limits(model.config.vocab_size, max_model_len, self.cache.pages, self.table_width)
+        prefill, decode = _complete(bucket_set, limits)
         _check_fit(prefill, decode, self.cache, max_model_len)
         self.prefill_manager = manager("prefill", prefill, model.prefill)
         self.decode_manager = manager("decode", decode, model.decode)
@@ -192,7 +194,7 @@ class Runner:
         return requests
 
 
-def _complete(bucket_set: BucketSet, table_width: int) -> tuple[PhaseSpec, PhaseSpec]:
+def _complete(bucket_set: BucketSet, limits: Limits) -> tuple[PhaseSpec, PhaseSpec]:
     """The set's phases with the model's own inputs and outputs, and the set's defaults."""
     assert bucket_set.phases is not None, "an LLM set has phases"
     prefill, decode = bucket_set.phases["prefill"], bucket_set.phases["decode"]
@@ -201,10 +203,10 @@ def _complete(bucket_set: BucketSet, table_width: int) -> tuple[PhaseSpec, Phase
     own = {
         "axes": axes,
         "work": ("tokens",),
-        "inputs": forward.prefill_inputs(table_width),
+        "inputs": forward.prefill_inputs(limits),
         "outputs": forward.outputs("requests"),
     }
-    rows = {"inputs": forward.decode_inputs(table_width), "outputs": forward.outputs("batch")}
+    rows = {"inputs": forward.decode_inputs(limits), "outputs": forward.outputs("batch")}
     # Results are read before the next run, so nothing is cloned that nobody asked for.
     borrowed = {"outputs_are": "borrowed"}
     return prefill.model_copy(update={**own, **borrowed}), decode.model_copy(update={**rows, **borrowed})

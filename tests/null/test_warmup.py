@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bucketgraph import executables, warmup
+from bucketgraph import executables, selfcheck, warmup
 from bucketgraph.buckets import Bucket
 from bucketgraph.config import BucketSet, parse
-from bucketgraph.errors import CaptureError, NotWarmError
-from bucketgraph.executables import Family
+from bucketgraph.errors import CaptureError, DeviceError, NotWarmError
+from bucketgraph.executables import Family, family
 from bucketgraph.executables.pool import Pool
 from bucketgraph.manager import BucketManager
 from bucketgraph.warmup import Progress, WarmupReport, warm_up
@@ -159,9 +159,10 @@ def test_a_broken_device_ends_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(device: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nand so on")
 
-    monkeypatch.setattr(warmup, "_sync", broken)
+    for module in (family, warmup):
+        monkeypatch.setattr(module, "synchronize", broken)
     manager = BucketManager(double, bucket_set())
-    with pytest.raises(CaptureError, match=r"unusable after bucket batch=4 tokens=8 failed.*illegal.*restart"):
+    with pytest.raises(DeviceError, match=r"context is broken.*illegal.*restart"):
         manager.warmup()
     with pytest.raises(NotWarmError):
         manager(x=torch.ones(1, 1))
@@ -204,7 +205,7 @@ def test_made_up_integers_keep_to_their_range_and_are_the_same_each_time() -> No
 )
 def test_the_self_check_pads_every_axis_that_has_room(sizes: tuple[int, int], inner: tuple[int, int]) -> None:
     manager = BucketManager(double, bucket_set())
-    found = warmup._inner_sizes(manager, Bucket(("batch", "tokens"), sizes))
+    found = selfcheck.inner_sizes(manager, Bucket(("batch", "tokens"), sizes))
     assert tuple(found.values()) == inner
     plan = manager.lattice.plan(inner)
     assert plan.bucket is not None and plan.bucket.sizes == sizes
@@ -222,7 +223,7 @@ def test_the_self_check_pads_every_axis_that_has_room(sizes: tuple[int, int], in
     ],
 )
 def test_differences_within_tolerance(got: Tensor, want: Tensor, error: float) -> None:
-    assert warmup._difference("y", got, want, None) == pytest.approx(error, rel=0.01)
+    assert selfcheck._difference("y", got, want, None) == pytest.approx(error, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,7 @@ def test_differences_within_tolerance(got: Tensor, want: Tensor, error: float) -
 )
 def test_differences_that_fail(got: Tensor, want: Tensor, says: str) -> None:
     with pytest.raises(CaptureError, match=says):
-        warmup._difference("y", got, want, None)
+        selfcheck._difference("y", got, want, None)
 
 
 def test_an_empty_lazy_report_is_ok() -> None:
