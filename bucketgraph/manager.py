@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -60,6 +60,7 @@ class BucketManager:
         device: where it runs; None takes the module's device, else a GPU if there is one.
         family: what shares the graph pool; None makes a new one.
         example: makes legal inputs of given sizes for warm-up and self-check; None draws them by the set's `range`.
+        around_step: entered around each step of warm-up, for what an example borrows.
         warmup, memory, quiet: policies where `bucket_set` is one phase and has none of its own.
         state: more tensors that the function reads, by name, where they cannot be found in the module, the attributes
             of the method's object, or the function's closure and globals.
@@ -76,6 +77,7 @@ class BucketManager:
         device: torch.device | str | None = None,
         family: Family | None = None,
         example: Example | None = None,
+        around_step: Callable[[], AbstractContextManager[None]] = nullcontext,
         name: str | None = None,
         warmup: Warmup | None = None,
         memory: Memory | None = None,
@@ -104,6 +106,7 @@ class BucketManager:
         self.slots = tuple(Slot.from_spec(name, item) for name, item in spec.inputs.items())
         self._order = {axis: position for position, axis in enumerate(self.lattice.names)}
         self._example = example
+        self.around_step = around_step
         self._outputs = Outputs(spec.outputs, spec.outputs_are)
         self._arena: Arena | None = None
         self._captured: dict[Bucket, Captured] = {}
@@ -310,16 +313,17 @@ class BucketManager:
         self._outputs.check(outputs, captured.bucket)
         return outputs
 
-    def bind(self) -> None:
-        """Take down where everything lies that the captures to come will read."""
-        if self.kind == "cudagraph":
-            self._contract = Contract(self.fn, self._state_tensors)
+    def bind(self) -> Contract | None:
+        """Where everything lies that the captures to come will read."""
+        return Contract(self.fn, self._state_tensors) if self.kind == "cudagraph" else None
 
-    def adopt(self, captured: Captured) -> None:
-        """Serve this bucket from now on."""
+    def adopt(self, captured: Sequence[Captured], contract: Contract | None) -> None:
+        """Serve these buckets from now on, under the contract that they were captured under."""
         with self.family.lock:
-            self._drop(captured.bucket)
-            self._captured[captured.bucket] = captured
+            for new in captured:
+                self._drop(new.bucket)
+                self._captured[new.bucket] = new
+            self._contract = contract
 
     def ready(self) -> None:
         self._state = "lazy" if self.policy.lazy else "warm"

@@ -103,11 +103,10 @@ def warm_up(
         if only is not None or not manager.policy.lazy
     ]
     work.sort(key=lambda item: -prod(item[1].bucket.sizes))
-    done = 0
+    done, contracts = 0, []
     for stage in _STAGES:
         if stage == "capture":
-            for manager in managers:
-                manager.bind()
+            contracts = [manager.bind() for manager in managers]
         if stage == "capture" and managers[0].device.type == "cuda":
             torch.cuda.empty_cache()  # what warming used lies in the common pool, where no graph can have it
         for manager, captured in work:
@@ -118,9 +117,9 @@ def warm_up(
                 total = len(work) * len(_STAGES)
                 label = (manager.name, str(captured.bucket), stage)
                 on_progress(Progress(*label, done, total, captured.seconds, captured.error))
-    for manager, captured in work:
-        manager.adopt(captured)
-    for manager in managers:
+    # Not before: calls that are served by earlier captures meanwhile are held to the earlier contract.
+    for manager, contract in zip(managers, contracts, strict=True):
+        manager.adopt([captured for owner, captured in work if owner is manager], contract)
         if only is None:
             manager.ready()
     rows = tuple(
@@ -133,7 +132,7 @@ def _step(stage: str, manager: BucketManager, captured: Captured) -> None:
     """One stage of one bucket. What goes wrong is the bucket's error, unless the device itself is broken."""
     started = time.perf_counter()
     try:
-        with manager.family.turn():
+        with manager.family.turn(), manager.around_step():
             {"warm": _warm, "capture": _capture, "check": _check}[stage](manager, captured)
     except Exception as error:
         captured.error = f"{stage}: {type(error).__name__}: {' '.join(str(error).split())[:500]}{_where(error)}"

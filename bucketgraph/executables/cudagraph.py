@@ -59,10 +59,13 @@ class CudaGraph:
         graph, self._graph, self._outputs, self._inputs = self._graph, None, None, {}
         if self._pool is None:
             return
-        torch.cuda.synchronize(self._family.device)
+        alive = self._family.broken is None
+        if alive:
+            torch.cuda.synchronize(self._family.device)
         if graph is not None:
             self._pool.remove(graph)
-        self._pool.reclaim()
+        if alive:
+            self._pool.reclaim()
 
 
 @contextmanager

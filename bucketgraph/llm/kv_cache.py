@@ -72,7 +72,3 @@ class PagedKVCache:
     def is_idle(self) -> bool:
         """Whether no request holds a page."""
         return len(self._free) == self.pages - 1
-
-    def clear(self, pages: int) -> None:
-        """Zero the first `pages` pages. The others keep the memory that the system has not given them yet."""
-        self.data[:, :, :pages].zero_()

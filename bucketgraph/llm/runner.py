@@ -7,7 +7,7 @@ not the shape, picks the manager: a one-token prompt is a prefill.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,17 +17,15 @@ from bucketgraph.config import BucketSet, PhaseSpec
 from bucketgraph.errors import ConfigError
 from bucketgraph.executables import Family
 from bucketgraph.llm import model as forward
+from bucketgraph.llm.examples import Examples
 from bucketgraph.llm.kv_cache import PagedKVCache, pages_to_fill
 from bucketgraph.llm.model import LanguageModel, Limits
 from bucketgraph.llm.request import Request
-from bucketgraph.llm.sampling import SamplingParams
 from bucketgraph.manager import BucketManager
-from bucketgraph.slots import SKIP
 from bucketgraph.stats import Stats
 from bucketgraph.warmup import Progress, WarmupReport, warm_up
 
 REQUEST_SLOTS = (8,)  # prompts that one prefill can pack, where the set declares no `requests` axis
-_GREEDY = SamplingParams(temperature=0.0)
 
 
 class Runner:
@@ -39,16 +37,17 @@ class Runner:
         self.max_model_len = max_model_len
         # One spare column: a kernel may load the entry after the last one it needs.
         self.table_width = self.cache.pages_for(max_model_len) + 1
-        self._example_pages = 1  # the first page that no example has written
+        self._examples = Examples(self)
         family = Family(model.weights.embed.device)
 
         def manager(name: str, phase: PhaseSpec, fn: Callable[..., object]) -> BucketManager:
-            example = self._prefill_example if name == "prefill" else self._decode_example
+            example = self._examples.prefill if name == "prefill" else self._examples.decode
             return BucketManager(
                 fn,
                 phase,
                 family=family,
                 example=example,
+                around_step=self._examples.step,
                 name=name,
                 warmup=bucket_set.warmup,
                 memory=bucket_set.memory,
@@ -63,11 +62,8 @@ class Runner:
         self.max_tokens, self.max_requests = prefill.axes["tokens"][-1], prefill.axes["requests"][-1]
 
     def warmup(self, on_progress: Callable[[Progress], None] | None = None) -> WarmupReport:
-        """Warm both phases together, then clear what that wrote into the cache."""
-        report = warm_up([self.prefill_manager, self.decode_manager], on_progress)
-        if self.cache.is_idle:
-            self.cache.clear(self._example_pages)
-        return report
+        """Warm both phases together."""
+        return warm_up([self.prefill_manager, self.decode_manager], on_progress)
 
     def stats(self) -> dict[str, Stats]:
         return {"prefill": self.prefill_manager.stats(), "decode": self.decode_manager.stats()}
@@ -91,19 +87,20 @@ class Runner:
 
     def prefill(self, chunks: Sequence[tuple[Request, int]]) -> tuple[Tensor, Tensor]:
         """Run the next `n` pending tokens of each request. Returns tokens `[R]` and logits `[R, vocab]`."""
-        result = self.prefill_manager(**self._prefill_arrays(chunks))
+        result = self.prefill_manager(**self.prefill_arrays(chunks))
         for request, count in chunks:
             request.computed += count
         return result["tokens"], result["logits"]
 
     def decode(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
         """Run the one pending token of each request. Returns tokens `[B]` and logits `[B, vocab]`."""
-        result = self.decode_manager(**self._decode_arrays(requests))
+        result = self.decode_manager(**self.decode_arrays(requests))
         for request in requests:
             request.computed += 1
         return result["tokens"], result["logits"]
 
-    def _prefill_arrays(self, chunks: Sequence[tuple[Request, int]]) -> dict[str, Tensor]:
+    def prefill_arrays(self, chunks: Sequence[tuple[Request, int]]) -> dict[str, Tensor]:
+        """What the prefill function takes for these."""
         ids: list[int] = []
         positions, slots = [], []
         for request, count in chunks:
@@ -121,7 +118,8 @@ class Runner:
             **self._row_arrays([request for request, _ in chunks]),
         }
 
-    def _decode_arrays(self, requests: Sequence[Request]) -> dict[str, Tensor]:
+    def decode_arrays(self, requests: Sequence[Request]) -> dict[str, Tensor]:
+        """What the decode function takes for these."""
         positions = np.array([request.computed for request in requests], dtype=np.int64)
         size = self.cache.page_size
         pages = np.array([request.table[request.computed // size] for request in requests], dtype=np.int64)
@@ -147,51 +145,6 @@ class Runner:
         size = self.cache.page_size
         slots: np.ndarray = request.table[positions // size].astype(np.int64) * size + positions % size
         return slots
-
-    # -- made-up requests for warm-up -------------------------------------------------------------------------------
-
-    def _prefill_example(self, sizes: Mapping[str, int], generator: torch.Generator) -> dict[str, Tensor]:
-        total, slots = sizes["tokens"], sizes["requests"]
-        room = self.cache.pages - 1 - self.cache.pages_for(total)  # each further request may open one more page
-        count = max(-(-total // self.max_model_len), min(slots, total, room + 1))
-        lengths = [total // count + (row < total % count) for row in range(count)]
-        requests = self._fake(lengths, generator)
-        arrays = self._prefill_arrays([(request, len(request.tokens)) for request in requests])
-        if count < slots:  # an empty slot looks like padding: it repeats the last end and has length 0
-            rest = slots - count
-            arrays["query_ends"] = torch.cat([arrays["query_ends"], arrays["query_ends"][-1:].expand(rest)])
-            for name, spec in self.prefill_manager.spec.inputs.items():
-                if spec.shape[0] == "requests" and name != "query_ends":
-                    arrays[name] = torch.cat([arrays[name], arrays[name].new_zeros(rest, *arrays[name].shape[1:])])
-        return self._harmless(arrays)
-
-    def _decode_example(self, sizes: Mapping[str, int], generator: torch.Generator) -> dict[str, Tensor]:
-        batch = sizes["batch"]
-        longest = min(self.max_model_len, (self.cache.pages - 1) // batch * self.cache.page_size, 200)
-        lengths = torch.randint(1, longest + 1, (batch,), generator=generator).tolist()
-        requests = self._fake(lengths, generator)
-        for request in requests:
-            request.computed = len(request.tokens) - 1
-        return self._harmless(self._decode_arrays(requests))
-
-    def _harmless(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A lazy bucket is warmed up between requests: then made-up ones may read their pages, and write none."""
-        if not self.cache.is_idle:
-            arrays["slot_mapping"].fill_(SKIP)
-        return arrays
-
-    def _fake(self, lengths: Sequence[int], generator: torch.Generator) -> list[Request]:
-        vocab, page, requests = self.model.config.vocab_size, 1, []
-        for length in lengths:
-            tokens = torch.randint(0, vocab, (length,), generator=generator).tolist()
-            request = Request(tokens, _GREEDY, seed=0)
-            count = self.cache.pages_for(length)
-            request.hold(list(range(page, page + count)), self.table_width)
-            page += count
-            requests.append(request)
-        assert page <= self.cache.pages, "the fit of every bucket was checked"
-        self._example_pages = max(self._example_pages, page)
-        return requests
 
 
 def _complete(bucket_set: BucketSet, limits: Limits) -> tuple[PhaseSpec, PhaseSpec]:
