@@ -158,7 +158,10 @@ def _generate(args: argparse.Namespace) -> int:
     params = SamplingParams(
         temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed, max_tokens=args.max_tokens
     )
-    llm = _load_llm(args.model or DEFAULT_MODEL, args.buckets, args)
+    model = args.model or DEFAULT_MODEL
+    if model.startswith("random:"):
+        raise ConfigError("generate takes text, and random weights have no tokenizer", given=model)
+    llm = _load_llm(model, args.buckets, args)
     prompts: list[Any] = [_chat_ids(llm, text) if args.chat else text for text in args.prompts]
     results = llm.generate(prompts, params)
     for text, result in zip(args.prompts, results, strict=True):

@@ -358,7 +358,10 @@ def device_of(fn: object, device: torch.device | str | None) -> torch.device:
         tensor = next(fn.parameters(), next(fn.buffers(), None))
         own = tensor.device if tensor is not None else None
     device = own if device is None else device
-    made = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        made = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    except RuntimeError as error:
+        raise ConfigError("unknown device", given=device, expected="cpu, cuda or cuda:N") from error
     if made.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("no CUDA device is available", given=made, hint="use device cpu")
     if made == torch.device("cuda"):

@@ -98,6 +98,6 @@ def progress(console: Console) -> Iterator[Callable[[Progress], None]]:
                 task, completed=step.done, total=step.total, description=f"{step.stage} {step.name} {step.bucket}"
             )
             if step.error and step.stage == "check":
-                console.print(f"[red]{step.name} {step.bucket}: {escape(step.error)}")
+                console.print(f"[red]{step.name} {step.bucket}: {escape(step.error)}", highlight=False)
 
         yield advance
