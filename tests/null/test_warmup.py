@@ -16,7 +16,7 @@ from torch import Tensor
 from bucketgraph import executables, selfcheck, warmup
 from bucketgraph.buckets import Bucket
 from bucketgraph.config import BucketSet, parse
-from bucketgraph.errors import CaptureError, DeviceError, NotWarmError
+from bucketgraph.errors import CaptureError, DeviceError, NotWarmError, StaleError
 from bucketgraph.executables import Family, family
 from bucketgraph.executables.pool import Pool
 from bucketgraph.manager import BucketManager
@@ -246,6 +246,36 @@ def test_differences_that_fail(got: Tensor, want: Tensor, says: str) -> None:
 def test_an_empty_lazy_report_is_ok() -> None:
     report = BucketManager(double, bucket_set(warmup={"lazy": True})).warmup()
     assert isinstance(report, WarmupReport) and report.ok and report.mib == 0
+
+
+def test_earlier_captures_stay_under_their_contract_until_later_ones_replace_them(
+    log: list[tuple[str, tuple[int, ...]]],
+) -> None:
+    class Scale(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    model = Scale().eval()
+    manager = BucketManager(model, bucket_set())
+    manager.kind = "cudagraph"  # as if captured: what is served reads the weight where it was
+    manager.warmup()
+    model.weight = torch.nn.Parameter(torch.full((), 2.0))
+    with pytest.raises(StaleError, match="weight was rebound"):
+        manager(x=torch.ones(4, 8))
+    stages: list[str] = []
+
+    def serve_meanwhile(step: Progress) -> None:
+        with pytest.raises(StaleError, match="weight was rebound"):
+            manager(x=torch.ones(4, 8))
+        stages.append(step.stage)
+
+    manager.warmup(serve_meanwhile)
+    assert set(stages) == {"warm", "capture", "check"}
+    assert manager(x=torch.ones(4, 8))["y"].sum() == 64
 
 
 # -- the pool's books, with torch's part played as torch 2.11 does -----------------------------------------------------
