@@ -1,0 +1,108 @@
+"""The self-check catches functions that read their padding, fills that leave some, and writes beyond the inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bucketgraph import BucketManager, slots
+from bucketgraph.config import BucketSet, parse
+from bucketgraph.warmup import BucketReport
+
+
+def bucket_set(**changed: Any) -> BucketSet:
+    made: dict[str, Any] = {
+        "version": 1,
+        "name": "m",
+        "axes": {"batch": [4], "tokens": [8]},
+        "inputs": {
+            "ids": {"shape": ["batch", "tokens"], "dtype": "int64", "range": [0, 50], "inert": True},
+            "mask": {"shape": ["batch", "tokens"], "dtype": "int64", "range": [1, 2]},
+        },
+        "outputs": {"y": {"shape": ["batch"]}},
+    }
+    return parse({**made, **changed})
+
+
+def checked(fn: Any, **changed: Any) -> BucketReport:
+    return BucketManager(fn, bucket_set(**changed), device="cpu").warmup().buckets[0]
+
+
+def masked(ids: Tensor, mask: Tensor) -> Tensor:
+    return (ids * mask).sum(dim=1).float()
+
+
+def test_a_masked_function_passes_both_levels() -> None:
+    for level in ("quick", "full"):
+        report = checked(masked, warmup={"self_check": level})
+        assert report.error is None and report.check == 0.0
+
+
+def test_a_missing_mask_hides_behind_zero_padding_and_is_caught_by_other_padding() -> None:
+    def unmasked(ids: Tensor, mask: Tensor) -> Tensor:
+        return ids.sum(dim=1).float()  # right as long as padding is 0
+
+    inputs = bucket_set().model_dump(exclude_unset=True)["inputs"]
+    inputs["ids"]["inert"] = False
+    assert checked(unmasked, inputs=inputs).error is None, "the fault that the other padding is there for"
+    report = checked(unmasked)
+    assert report.error is not None and "output y depends on the padding of ids" in report.error
+
+
+def test_an_off_by_one_mask_is_caught() -> None:
+    def off_by_one(ids: Tensor, mask: Tensor) -> Tensor:
+        lengths = mask.sum(dim=1, keepdim=True)
+        return (ids * (torch.arange(ids.shape[1]) <= lengths)).sum(dim=1).float()
+
+    error = checked(off_by_one).error
+    assert error is not None and "depends on the padding" in error
+
+
+def test_a_fill_that_leaves_the_tail_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_the_corner(view: Tensor, source: Tensor, pad: object) -> None:
+        for dim, size in enumerate(source.shape):
+            view = view.narrow(dim, 0, size)
+        view.copy_(source)
+
+    whole = slots._write
+    monkeypatch.setattr(slots, "_write", only_the_corner)
+    monkeypatch.setattr(
+        "bucketgraph.selfcheck.padded",
+        lambda slot, source, bucket: _expected(whole, slot, source, bucket),
+    )
+    error = checked(masked).error
+    assert error is not None and "still holds what was there before" in error
+
+
+def _expected(write: Any, slot: Any, source: Tensor, bucket: Any) -> Tensor:
+    made = torch.empty(slot.shape(bucket.as_dict()), dtype=slot.dtype)
+    write(made, source, slot.pad)
+    return made
+
+
+def test_a_write_beyond_an_input_is_caught() -> None:
+    def writes_past(ids: Tensor, mask: Tensor) -> Tensor:
+        if ids.untyped_storage().nbytes() > ids.nbytes:  # static memory, where a kernel's stray write would go unseen
+            torch.as_strided(ids, (ids.numel() + 1,), (1,), ids.storage_offset())[-1] = 7
+        return masked(ids, mask)
+
+    # Two rows of seven leave room before the next slot, so the write hits a gap and not a neighbour.
+    report = checked(writes_past, axes={"batch": [2], "tokens": [7]})
+    assert report.error is not None and "wrote outside its inputs" in report.error
+
+
+def test_a_function_that_mixes_rows_is_caught() -> None:
+    def batch_norm(ids: Tensor, mask: Tensor) -> Tensor:
+        rows = masked(ids, mask)
+        return rows - rows.mean()
+
+    error = checked(batch_norm).error
+    assert error is not None and "differs from unpadded eager" in error
+
+
+def test_levels_are_checked_at_load() -> None:
+    with pytest.raises(ValueError, match=r"warmup\.self_check: expected true, false, quick or full, given 'deep'"):
+        bucket_set(warmup={"self_check": "deep"})
