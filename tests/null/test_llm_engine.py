@@ -450,6 +450,19 @@ def test_warm_up_between_requests_leaves_their_pages_alone(llm: LLM) -> None:
     assert got == tokens(llm, prompts[:1])[0]
 
 
+def test_a_bucket_warmed_up_by_a_call_writes_nothing_but_the_calls_own_tokens() -> None:
+    lazy = tiny_llm(buckets(batch=[8], warmup={"lazy": True, "self_check": True}))
+    with lazy.prefill(*pad([prompt(100, row) for row in range(8)], "left")) as batch:
+        cache = lazy._runner.cache.data
+        before = cache.clone()
+        lazy.decode(batch)
+        changed = (cache != before).any(-1).any(3).any(0).any(0)  # [pages, page_size]
+        assert int(changed.sum()) == 8
+        for request in batch.requests:
+            page, offset = divmod(100, 16)
+            assert changed[request.table[page], offset]
+
+
 def test_warm_up_leaves_the_cache_clean_and_page_0_is_never_written(llm: LLM) -> None:
     checked = tiny_llm(buckets(warmup={"self_check": True}))
     assert checked.report is not None and checked.report.ok
