@@ -17,13 +17,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 from bucketgraph.errors import StaleError
 
 _address = torch.Tensor.data_ptr
-_shape = operator.attrgetter("shape")
 _MISSING = object()
 Place = tuple[str, Any, Any]  # name, container, key
+
+
+def _addresses_equal(tensors: list[Tensor], addresses: list[int], indices: list[int]) -> bool:
+    return list(map(_address, tensors)) == addresses
+
+
+# CUDA builds of torch compare in C++, for their own graphs.
+_same_addresses: Callable[..., bool] = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _addresses_equal)
 
 
 class Contract:
@@ -42,24 +50,67 @@ class Contract:
         self._objects = [_get(container, key) for container, key in self._slots]
         held = [(name, item) for name, item in zip(self._names, self._objects, strict=True) if isinstance(item, Tensor)]
         self.tensors: dict[str, Tensor] = dict(held)
-        self._tensors = [tensor for _, tensor in held]
-        self._addresses = list(map(_address, self._tensors))
-        self._shapes = list(map(_shape, self._tensors))
-        self._kinds = [(tensor.dtype, tensor.device) for tensor in self._tensors]
+        self._tensors = list(self.tensors.values())
+        self._tell_apart()
+        self._record()
 
     def __len__(self) -> int:
         return len(self._tensors)
 
+    def _tell_apart(self) -> None:
+        """Which containers are compared whole, and which places one by one.
+
+        Comparing two dicts looks at identity first, all in C, and asks a tensor's `==` only where the objects differ;
+        that cannot be trusted for tensors of one element, whose `==` can be true of another tensor.
+        """
+        self._dicts: list[dict[Any, Any]] = []
+        self._copies: list[dict[Any, Any]] = []
+        self._singles: list[tuple[Any, Any]] = []
+        self._single_objects: list[object] = []
+        whole: set[int] = set()
+        for (container, key), item in zip(self._slots, self._objects, strict=True):
+            if type(container) is dict and all(
+                isinstance(v, (Tensor, torch.nn.Module, types.NoneType)) for v in container.values()
+            ):
+                if id(container) not in whole:
+                    whole.add(id(container))
+                    self._dicts.append(container)
+                    self._copies.append(dict(container))
+                if not isinstance(item, Tensor) or item.numel() != 1:
+                    continue
+            if type(container) is not tuple:  # a tuple cannot be rebound inside; whoever holds it is watched
+                self._singles.append((container, key))
+                self._single_objects.append(item)
+
+    def _record(self) -> None:
+        """Addresses, and torch's own guards of dtype, device, sizes and strides: each compared in one call."""
+        tensors = self._tensors
+        self._addresses: list[int] = list(map(_address, tensors))
+        self._layouts = list(map(_layout, tensors))
+        self._indices = list(range(len(tensors)))
+        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
+
     def check(self) -> None:
         """Compare. Raises StaleError naming the first tensor that is not where it was; nothing was launched."""
+        if not self._is_kept():
+            raise self._stale()
+        if not _same_addresses(self._tensors, self._addresses, self._indices):
+            raise self._stale()
+        if not self._guards.check(*self._tensors):
+            if list(map(_layout, self._tensors)) != self._layouts:
+                raise self._stale()
+            self._record()  # the guards also look at requires_grad, which a graph does not care about
+
+    def _is_kept(self) -> bool:
+        """Whether every place holds the object that it held."""
         try:
-            now = [container[key] for container, key in self._slots]
-        except (KeyError, ValueError, IndexError):  # deleted; ValueError is an emptied closure cell
-            raise self._stale() from None
-        if not all(map(operator.is_, now, self._objects)) or list(map(_address, self._tensors)) != self._addresses:
-            raise self._stale()
-        if list(map(_shape, self._tensors)) != self._shapes:
-            raise self._stale()
+            if not all(map(operator.eq, self._dicts, self._copies)):
+                return False
+            now = [container[key] for container, key in self._singles]
+        except (KeyError, ValueError, IndexError, RuntimeError):  # deleted, an emptied cell, or tensors that differ
+            return False
+        return all(map(operator.is_, now, self._single_objects))
 
     def _stale(self) -> StaleError:
         """Which one, and how: the slow path."""
@@ -71,16 +122,20 @@ class Contract:
                 return StaleError(
                     f"{name} {kind} after it was captured", given=_describe(now), expected=_describe(was), hint=hint
                 )
-        rows = zip(self.tensors.items(), self._addresses, self._shapes, self._kinds, strict=True)
-        for (name, tensor), address, shape, (dtype, device) in rows:
-            if (tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device) != (address, shape, dtype, device):
+        for (name, tensor), address, layout in zip(self.tensors.items(), self._addresses, self._layouts, strict=True):
+            if (tensor.data_ptr(), _layout(tensor)) != (address, layout):
+                shape, stride, dtype, device = layout
                 return StaleError(
                     f"{name} was moved, resized or freed after it was captured",
-                    given=f"{_describe(tensor)} at {tensor.data_ptr():#x}",
-                    expected=f"{list(shape)} {dtype} on {device} at {address:#x}",
+                    given=f"{_describe(tensor)} strides {tensor.stride()} at {tensor.data_ptr():#x}",
+                    expected=f"{list(shape)} {dtype} on {device} strides {stride} at {address:#x}",
                     hint=hint,
                 )
         return StaleError("a captured tensor changed while it was being compared", hint="do not rebind during a call")
+
+
+def _layout(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _get(container: Any, key: Any) -> object:

@@ -28,15 +28,22 @@ from bucketgraph.config import parse
 from bucketgraph.llm.model_config import DEFAULT_MODEL, load_config, resolve_model
 from bucketgraph.llm.weights import ModelWeights, load_weights, to_hf_state_dict
 
-STRATEGIES = {"eager": ("eager", "eager"), "segmented": ("eager", "cudagraph"), "bucketed": ("cudagraph", "cudagraph")}
+# Executables of prefill and decode, and numerics.
+STRATEGIES = {
+    "eager": ("eager", "eager", "fast"),
+    "segmented": ("eager", "cudagraph", "fast"),
+    "bucketed": ("cudagraph", "cudagraph", "fast"),
+    "bucketed, invariant": ("cudagraph", "cudagraph", "invariant"),
+}
 Times = tuple[float, list[float]]  # seconds to the first token, seconds between the others
 
 
-def bucket_set(prefill: str, decode: str) -> Any:
+def bucket_set(prefill: str, decode: str, numerics: str) -> Any:
     return parse(
         {
             "version": 1,
             "name": f"{prefill}-{decode}",
+            "numerics": numerics,
             "phases": {
                 "prefill": {
                     "executable": prefill,

@@ -67,6 +67,14 @@ def rebind_plain(model: Model) -> None:
     model.table = torch.zeros(4)
 
 
+def transpose(model: Model) -> None:
+    model.body[0].weight.data = model.body[0].weight.data.t()  # the same memory, shape and object; other strides
+
+
+def rebind_one_element(model: Model) -> None:
+    model.body[1].num_batches_tracked = torch.tensor(0)  # equal in value to the one that is captured
+
+
 TAMPERS: list[tuple[Callable[[Model], None], str]] = [
     (rebind, "body.0.weight was rebound"),
     (swap_data, "body.0.weight was moved, resized or freed"),
@@ -77,6 +85,8 @@ TAMPERS: list[tuple[Callable[[Model], None], str]] = [
     (delete, "body.0.bias was deleted"),
     (replace_module, "body.0 was rebound"),
     (rebind_plain, "table was rebound"),
+    (transpose, "body.0.weight was moved, resized or freed"),
+    (rebind_one_element, "body.1.num_batches_tracked was rebound"),
 ]
 
 
@@ -96,6 +106,8 @@ def test_updates_in_place_are_no_error() -> None:
     with torch.no_grad():
         model.body[0].weight.mul_(2)
         model.load_state_dict({name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()})
+    contract.check()
+    model.requires_grad_(False)
     contract.check()
 
 
