@@ -26,14 +26,6 @@ _MISSING = object()
 Place = tuple[str, Any, Any]  # name, container, key
 
 
-def _addresses_equal(tensors: list[Tensor], addresses: list[int], indices: list[int]) -> bool:
-    return list(map(_address, tensors)) == addresses
-
-
-# CUDA builds of torch compare in C++, for their own graphs.
-_same_addresses: Callable[..., bool] = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _addresses_equal)
-
-
 class Contract:
     """The tensors of one function, and where they are kept.
 
@@ -87,7 +79,6 @@ class Contract:
         tensors = self._tensors
         self._addresses: list[int] = list(map(_address, tensors))
         self._layouts = list(map(_layout, tensors))
-        self._indices = list(range(len(tensors)))
         sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
         self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
 
@@ -95,7 +86,7 @@ class Contract:
         """Compare. Raises StaleError naming the first tensor that is not where it was; nothing was launched."""
         if not self._is_kept():
             raise self._stale()
-        if not _same_addresses(self._tensors, self._addresses, self._indices):
+        if list(map(_address, self._tensors)) != self._addresses:
             raise self._stale()
         if not self._guards.check(*self._tensors):
             if list(map(_layout, self._tensors)) != self._layouts:
@@ -105,7 +96,7 @@ class Contract:
     def _is_kept(self) -> bool:
         """Whether every place holds the object that it held."""
         try:
-            if not all(map(operator.eq, self._dicts, self._copies)):
+            if self._dicts != self._copies:
                 return False
             now = [container[key] for container, key in self._singles]
         except (KeyError, ValueError, IndexError, RuntimeError):  # deleted, an emptied cell, or tensors that differ
