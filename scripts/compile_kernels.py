@@ -30,7 +30,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from bucketgraph.kernels import triton_ops
+from bucketgraph.kernels.matmul import Phase
 
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
 SMEM_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes per block
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -118,6 +120,12 @@ def norms(width: int, dtype: torch.dtype) -> None:
     triton_ops.rms_norm(x, weight, 1e-6, x)
 
 
+def matmul(columns: int, width: int, dtype: torch.dtype, phase: Phase) -> None:
+    x, weight = torch.empty(1, width, dtype=dtype), torch.empty(columns, width, dtype=dtype)
+    triton_ops.linear(x, weight, phase=phase)
+    triton_ops.linear(x, weight, torch.empty(columns, dtype=dtype), phase=phase)
+
+
 def sampling(vocab: int, dtype: torch.dtype) -> None:
     f, i = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
     triton_ops.sample(torch.empty(1, vocab, dtype=dtype), f, i, f, i.long(), i)
@@ -147,6 +155,10 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     for width in (576, 2048, 4096, 8192):
         yield f"rms_norm bf16 H={width}", lambda w=width: norms(w, bf16)
     yield "rms_norm fp32 H=2048", lambda: norms(2048, fp32)
+    for columns, width, dtype in ((6144, 4096, bf16), (576, 1536, bf16), (960, 576, bf16), (2048, 2048, fp32)):
+        for phase in PHASES:
+            name = f"linear {dtype} {columns}x{width} {phase}"
+            yield name, lambda n=columns, k=width, t=dtype, p=phase: matmul(n, k, t, p)
     for width, dtype in ((8192, bf16), (1536, bf16), (8192, fp32)):
         yield (
             f"swiglu {dtype} F={width}",
