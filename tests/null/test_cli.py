@@ -17,6 +17,7 @@ from rich.console import Console
 from bucketgraph import config, tables
 from bucketgraph.cli import main
 from bucketgraph.config import load
+from bucketgraph.llm.sampling import CompletionOutput, RequestOutput
 from bucketgraph.warmup import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -261,10 +262,22 @@ def test_generate_continues_text_and_prints_json(run: Main) -> None:
     assert [row["prompt"] for row in rows] == ["The capital of France is", "1, 2, 3,"]
     assert "Paris" in rows[0]["text"] and [row["finish_reason"] for row in rows] == ["length", "length"]
     assert len(rows[0]["token_ids"]) == 6
-    status, out, _ = run("generate", "The capital of France is", *common)
-    assert status == 0 and out == "The capital of France is" + rows[0]["text"] + "\n"
     status, out, _ = run("generate", "Say hello in French.", *common, "--chat", "--seed", "1", "--top-k", "5")
     assert status == 0 and out.strip() and not out.startswith("Say hello")
+
+
+def test_generate_without_chat_prints_the_prompt_and_what_follows(run: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bucketgraph.cli._load_llm", lambda *_: Canned())
+    assert run("generate", "one", "two") == (0, "one more\ntwo more\n", "")
+
+
+class Canned:
+    """An LLM that always says the same."""
+
+    tokenizer = None
+
+    def generate(self, prompts: list[str], params: object) -> list[RequestOutput]:
+        return [RequestOutput("0", text, [1], [CompletionOutput(0, " more", [2])]) for text in prompts]
 
 
 @SMOLLM2

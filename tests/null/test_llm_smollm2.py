@@ -93,8 +93,8 @@ def test_greedy_one_by_one_equals_transformers(llm: LLM, rows: list[list[int]], 
 def test_chunked_prefill_and_split_decode_equal_transformers(
     real: Real, rows: list[list[int]], want: list[list[int]]
 ) -> None:
-    """Every prompt but the shortest needs several prefills; each decode step of 8 runs as 3 + 3 + 2."""
-    small = real.llm(buckets(tokens=[16, 48], batch=[1, 3], requests=[3]), max_model_len=256)
+    """Every prompt but the shortest needs several prefills; each decode step of 8 runs as 5 + 3."""
+    small = real.llm(buckets(tokens=[16, 48], batch=[1, 5], requests=[3]), max_model_len=256)
     assert tokens(small, rows) == want
     stats = small.stats()
     assert stats["prefill"].outcomes["replayed"] >= sum(map(len, rows)) // 48
@@ -161,15 +161,15 @@ def test_end_token_ignored_delayed_or_kept_in_the_text(llm: LLM, real: Real) -> 
         real.tokenizer.apply_chat_template([{"role": "user", "content": "Say hello in French."}]),
         add_special_tokens=False,
     )
-    free = llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))[0].outputs[0]
+    free = llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=36, ignore_eos=True))[0].outputs[0]
     at = next(i for i, token in enumerate(free.token_ids) if token in real.config.eos_token_ids)
-    assert free.finish_reason == "length" and len(free.token_ids) == 40
+    assert free.finish_reason == "length" and len(free.token_ids) == 36
     kinds = {
-        "plain": SamplingParams(temperature=0.0, max_tokens=40),
-        "the minimum is reached before": SamplingParams(temperature=0.0, max_tokens=40, min_tokens=at),
+        "plain": SamplingParams(temperature=0.0, max_tokens=36),
+        "the minimum is reached before": SamplingParams(temperature=0.0, max_tokens=36, min_tokens=at),
         "too early": SamplingParams(temperature=0.0, max_tokens=at + 3, min_tokens=at + 1),
         "shown": SamplingParams(
-            temperature=0.0, max_tokens=40, skip_special_tokens=False, include_stop_str_in_output=True
+            temperature=0.0, max_tokens=36, skip_special_tokens=False, include_stop_str_in_output=True
         ),
     }
     done = {
@@ -184,7 +184,7 @@ def test_end_token_ignored_delayed_or_kept_in_the_text(llm: LLM, real: Real) -> 
 
 def test_stop_strings_across_tokens_cut_the_text_where_they_begin(llm: LLM, real: Real) -> None:
     prompt = "The capital of France is"
-    base = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    base = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
     free = llm.generate(prompt, base)[0].outputs[0]
     pieces = [real.tokenizer.decode([token]) for token in free.token_ids]
     border = len(pieces[0] + pieces[1] + pieces[2])
@@ -192,7 +192,7 @@ def test_stop_strings_across_tokens_cut_the_text_where_they_begin(llm: LLM, real
     assert free.text.find(across) == border - 2, "it occurs here first"
     for include in (False, True):
         params = SamplingParams(
-            temperature=0.0, max_tokens=20, stop=["never seen", across], include_stop_str_in_output=include
+            temperature=0.0, max_tokens=10, stop=["never seen", across], include_stop_str_in_output=include
         )
         alone, other = llm.generate([prompt, prompt], [params, base])
         done = alone.outputs[0]
@@ -211,7 +211,7 @@ def test_streams_join_to_what_generate_returns(llm: LLM) -> None:
     asked = ["The capital of France is", "Emoji: 🙂🙃 你好 こんにちは", {"prompt_token_ids": [504, 3575, 282]}]
     params = [
         SamplingParams(temperature=0.0, max_tokens=12, stop="and then nothing"),
-        SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=30, ignore_eos=True),
+        SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=20, ignore_eos=True),
         SamplingParams(temperature=0.0, max_tokens=1),
     ]
     whole = [result.outputs[0] for result in llm.generate(asked, params)]
