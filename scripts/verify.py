@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_all(
     checks: Sequence[Check], setting: Setting, scale: float | None, seed: int, minutes: float | None
 ) -> list[Result]:
-    """Each check in its share of the time; what one leaves is the next one's."""
+    """Each check in its share of the time; what one leaves is the next one's. A list of cases is run to its end."""
     started = time.perf_counter()
     total = None if minutes is None else 60 * minutes
     beside: dict[str, Workers] = {}
@@ -78,13 +78,15 @@ def run_all(
         for check in checks:
             if check.workers:
                 seeds = range(seed, seed + check.seeds(setting, scale))
-                beside[check.name] = Workers(check, seeds, check.workers, None if total is None else 0.85 * total)
+                beside[check.name] = Workers(
+                    check, seeds, check.workers, None if total is None or check.fixed else 0.85 * total
+                )
     here = [check for check in checks if check.name not in beside]
     shares = sum(check.share for check in here)
     results: dict[str, Result] = {}
     for check in here:
         now = time.perf_counter()
-        left = None if total is None else (started + total - now) * check.share / shares
+        left = None if total is None or check.fixed else (started + total - now) * check.share / shares
         shares -= check.share
         seeds = range(seed, seed + check.seeds(setting, scale))
         if check.needs_gpu and not setting.on_gpu:

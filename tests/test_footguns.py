@@ -1,7 +1,7 @@
 """Surprises, pinned: what somebody could trip over, and what happens then.
 
-A `raised` surprise says so at once; a `counted` one is in `stats()`; a `silent` one is a choice, written down here. Tests
-follow in this order.
+A `raised` surprise says so at once; a `counted` one is in `stats()`; a `silent` one is a choice, written down here. The
+tests follow in this order.
 
 | surprise | behaviour | how it shows |
 |---|---|---|

@@ -62,7 +62,7 @@ class Check:
     workers: int = 0  # above 0: touches no device, so it may run in so many processes beside the others
     needs_gpu: str | None = None  # why it means nothing without one
     environment: Mapping[str, str] = field(default_factory=dict)  # needs a process of its own, with these
-    fixed: bool = False  # its cases are a list: `scale` leaves the number alone
+    fixed: bool = False  # its cases are a list: neither scale nor time cuts it short
 
     def seeds(self, setting: Setting, scale: float | None) -> int:
         factor = scale if scale is not None else 1.0 if setting.on_gpu else self.cpu

@@ -148,12 +148,6 @@ class World:
         chosen, logits = self.runner.decode(requests)
         return chosen.clone(), logits.clone()
 
-    def at(self, request: Request, prompt: Prompt, step: int) -> Request:
-        """Back to just before the decode of step `step`: its entry and the later ones are written anew."""
-        request.tokens = [*prompt.tokens, *prompt.forced[:step]]
-        request.computed = len(request.tokens)
-        return request
-
 
 @dataclass(frozen=True)
 class Right:

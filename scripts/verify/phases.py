@@ -13,7 +13,7 @@ from bucketgraph.llm.request import Request
 from bucketgraph.manager import BucketManager
 
 from .core import Check, Setting, Trial, Wrong, require
-from .models import STEPS, Prompt, World, llm_set, prompts, right, worlds
+from .models import STEPS, Prompt, Right, World, llm_set, prompts, right, worlds
 
 Found = tuple[Tensor, Tensor]  # tokens [R], logits [R, vocab]
 
@@ -23,35 +23,31 @@ class Phase:
     """How a case of a phase is set up in a world and run; a phase written later is verified by being listed."""
 
     name: str
-    open: Callable[[World, Sequence[Prompt], Sequence[int], random.Random], list[Request]]
-    run: Callable[[World, Sequence[Request], Sequence[Prompt], Sequence[int]], Found]
+    open: Callable[[World, Sequence[Prompt], random.Random], list[Request]]
+    run: Callable[[World, Sequence[Request], Sequence[Prompt]], Found]  # again and again, with the same result
     manager: Callable[[World], BucketManager]
 
 
-def _open_cold(world: World, picks: Sequence[Prompt], steps: Sequence[int], order: random.Random) -> list[Request]:
+def _open_cold(world: World, picks: Sequence[Prompt], order: random.Random) -> list[Request]:
     return [world.open(prompt, order) for prompt in picks]
 
 
-def _open_filled(world: World, picks: Sequence[Prompt], steps: Sequence[int], order: random.Random) -> list[Request]:
-    """Prompts and the forced tokens before each one's step, in the cache."""
-    requests = _open_cold(world, picks, steps, order)
+def _open_filled(world: World, picks: Sequence[Prompt], order: random.Random) -> list[Request]:
+    requests = _open_cold(world, picks, order)
     world.prefill(requests)
-    for step in range(max(steps)):
-        going = [row for row, own in enumerate(steps) if own > step]
-        world.decode([requests[row] for row in going], [picks[row].forced[step] for row in going])
     return requests
 
 
-def _run_prefill(world: World, requests: Sequence[Request], picks: Sequence[Prompt], steps: Sequence[int]) -> Found:
+def _run_prefill(world: World, requests: Sequence[Request], picks: Sequence[Prompt]) -> Found:
     for request, prompt in zip(requests, picks, strict=True):
         request.tokens, request.computed = list(prompt.tokens), 0
     return world.prefill(requests)
 
 
-def _run_decode(world: World, requests: Sequence[Request], picks: Sequence[Prompt], steps: Sequence[int]) -> Found:
-    for request, prompt, step in zip(requests, picks, steps, strict=True):
-        world.at(request, prompt, step)
-    return world.decode(requests, [prompt.forced[step] for prompt, step in zip(picks, steps, strict=True)])
+def _run_decode(world: World, requests: Sequence[Request], picks: Sequence[Prompt]) -> Found:
+    for request, prompt in zip(requests, picks, strict=True):
+        request.tokens, request.computed = list(prompt.tokens), len(prompt.tokens)
+    return world.decode(requests, [prompt.forced[0] for prompt in picks])
 
 
 PREFILL = Phase("prefill", _open_cold, _run_prefill, lambda world: world.runner.prefill_manager)
@@ -68,38 +64,53 @@ def same(got: Found, want: Found, what: str) -> None:
             raise Wrong(f"{what}: {name} of rows {rows} of {len(one)} differ, by up to {apart:.3g}")
 
 
-def _draw(setting: Setting, generator: random.Random, most: int) -> tuple[list[int], list[int]]:
-    """Which prompts, and for decode at which step of each."""
-    count = generator.randint(1, most)
-    picks = generator.sample(range(len(prompts(setting))), min(count, len(prompts(setting))))
-    return picks, [generator.randrange(STEPS) for _ in picks]
+def _draw(setting: Setting, generator: random.Random, most: int) -> list[int]:
+    """Which prompts."""
+    pool = len(prompts(setting))
+    return generator.sample(range(pool), min(generator.randint(1, most), pool))
 
 
-def exact(phase: Phase) -> Callable[[Setting], Trial]:
-    """A random batch in a random world against each request alone in its exact bucket."""
+def prefill_exact(setting: Setting) -> Trial:
+    """A random batch of prompts in a random world against each alone in a bucket of its own length."""
+    truth, pool, places = right(setting), prompts(setting), worlds(setting)
 
-    def prepare(setting: Setting) -> Trial:
-        truth, pool, places = right(setting), prompts(setting), worlds(setting)
+    def trial(seed: int) -> None:
+        generator = random.Random(seed)
+        world, picks = generator.choice(places), _draw(setting, generator, 8)
+        requests = _open_cold(world, [pool[i] for i in picks], generator)
+        got = world.prefill(requests)
+        world.close(requests)
+        same(got, _truth(truth, [(i, 0) for i in picks]), f"lengths {[len(pool[i].tokens) for i in picks]}")
 
-        def trial(seed: int) -> None:
-            generator = random.Random(seed)
-            world = generator.choice(places)
-            picks, steps = _draw(setting, generator, 8)
-            chosen = [pool[i] for i in picks]
-            requests = phase.open(world, chosen, steps, generator)
-            got = phase.run(world, requests, chosen, steps)
-            world.close(requests)
-            at = [0 if phase is PREFILL else step + 1 for step in steps]
-            pairs = list(zip(picks, at, strict=True))
-            want = (
-                torch.stack([truth.tokens[i][s] for i, s in pairs]),
-                torch.stack([truth.logits[i][s] for i, s in pairs]),
-            )
-            same(got, want, f"lengths {[len(p.tokens) for p in chosen]} at steps {at}")
+    return trial
 
-        return trial
 
-    return prepare
+ROUNDS = 4
+
+
+def decode_exact(setting: Setting) -> Trial:
+    """Rounds of random batches of requests that are at different steps, against each alone in a bucket of one."""
+    truth, pool, places = right(setting), prompts(setting), worlds(setting)
+
+    def trial(seed: int) -> None:
+        generator = random.Random(seed)
+        world, picks = generator.choice(places), _draw(setting, generator, 8)
+        requests = _open_filled(world, [pool[i] for i in picks], generator)
+        steps = [0] * len(picks)
+        for _ in range(ROUNDS):
+            batch = generator.sample(range(len(picks)), generator.randint(1, len(picks)))
+            got = world.decode([requests[r] for r in batch], [pool[picks[r]].forced[steps[r]] for r in batch])
+            for row in batch:
+                steps[row] += 1
+            same(got, _truth(truth, [(picks[r], steps[r]) for r in batch]), f"rows {batch} at steps {steps}")
+        world.close(requests)
+
+    return trial
+
+
+def _truth(truth: Right, at: Sequence[tuple[int, int]]) -> Found:
+    """(prompt, step) alone."""
+    return torch.stack([truth.tokens[i][s] for i, s in at]), torch.stack([truth.logits[i][s] for i, s in at])
 
 
 def graph_equals_eager(setting: Setting) -> Trial:
@@ -109,18 +120,17 @@ def graph_equals_eager(setting: Setting) -> Trial:
 
     def trial(seed: int) -> None:
         generator = random.Random(seed)
-        numerics, phase = generator.choice(("fast", "invariant")), generator.choice(PHASES)
-        place = generator.randrange(len(made["fast", "auto"]))
-        picks, steps = _draw(setting, generator, 8)
-        found = []
+        numerics, place = generator.choice(("fast", "invariant")), generator.randrange(len(made["fast", "auto"]))
+        chosen = [pool[i] for i in _draw(setting, generator, 8)]
+        found: list[list[Found]] = []
         for kind in ("auto", "eager"):
-            world, order = made[numerics, kind][place], random.Random(seed)
-            chosen = [pool[i] for i in picks]
-            requests = phase.open(world, chosen, steps, order)
-            found.append(phase.run(world, requests, chosen, steps))
-            world.close(requests)
+            world = made[numerics, kind][place]
             require(world.executable == ("cudagraph" if kind == "auto" else "eager"), f"ran on {world.executable}")
-        same(found[0], found[1], f"{phase.name}, {numerics}")
+            requests = _open_cold(world, chosen, random.Random(seed))
+            found.append([world.prefill(requests), _run_decode(world, requests, chosen)])
+            world.close(requests)
+        for phase, graph, eager in zip(PHASES, *found, strict=True):
+            same(graph, eager, f"{phase.name}, {numerics}")
 
     return trial
 
@@ -137,12 +147,11 @@ def _twice(disturb: Callable[[World, Phase, random.Random, list[Request]], None]
         def trial(seed: int) -> None:
             generator = random.Random(seed)
             world, phase = generator.choice(places), generator.choice(PHASES)
-            picks, steps = _draw(setting, generator, 6)
-            chosen = [pool[i] for i in picks]
-            requests = phase.open(world, chosen, steps, generator)
-            before = phase.run(world, requests, chosen, steps)
+            chosen = [pool[i] for i in _draw(setting, generator, 6)]
+            requests = phase.open(world, chosen, generator)
+            before = phase.run(world, requests, chosen)
             disturb(world, phase, generator, requests)
-            after = phase.run(world, requests, chosen, steps)
+            after = phase.run(world, requests, chosen)
             world.close(requests)
             same(after, before, phase.name)
 
@@ -194,20 +203,19 @@ def neighbours(setting: Setting) -> Trial:
     def trial(seed: int) -> None:
         generator = random.Random(seed)
         world, phase = generator.choice(places), generator.choice(PHASES)
-        picks, steps = _draw(setting, generator, 6)
-        chosen = [pool[i] for i in picks]
+        chosen = [pool[i] for i in _draw(setting, generator, 6)]
         others = [chosen[0]]
         for prompt in chosen[1:]:
             tokens, forced = (tuple(generator.randrange(500) for _ in old) for old in (prompt.tokens, prompt.forced))
             others.append(Prompt(tokens, forced, prompt.params, generator.getrandbits(62)))
-        requests = phase.open(world, chosen, steps, generator)
-        before = phase.run(world, requests, chosen, steps)
+        requests = phase.open(world, chosen, generator)
+        before = phase.run(world, requests, chosen)
         if phase is DECODE and len(requests) > 1 and generator.random() < 0.5:
             pages = [page for request in requests[1:] for page in request.pages]
             world.cache.data.index_fill_(2, torch.tensor(pages, device=world.cache.data.device), float("nan"))
         for request, prompt in zip(requests, others, strict=True):
             request.params, request.seed = prompt.params, prompt.seed
-        after = phase.run(world, requests, others, steps)
+        after = phase.run(world, requests, others)
         world.close(requests)
         same((after[0][:1], after[1][:1]), (before[0][:1], before[1][:1]), phase.name)
 
@@ -230,8 +238,7 @@ def prefill_decode(setting: Setting) -> Trial:
         generator = random.Random(seed)
         dtype = generator.choice(dtypes)
         world = generator.choice(made[dtype])
-        picks, _ = _draw(setting, generator, 4)
-        chosen = [pool[i] for i in picks]
+        chosen = [pool[i] for i in _draw(setting, generator, 4)]
         requests = [world.open(prompt, generator) for prompt in chosen]
         got = world.prefill(requests)[1]
         for step in range(STEPS):
@@ -267,13 +274,14 @@ def _exact_says(phase: str) -> str:
 
 CHECKS = (
     Check("warm_up", "every bucket passes the full self-check", 8, warm_up, share=0.5, fixed=True),
-    Check("prefill_exact", _exact_says("prefill"), 10_000, exact(PREFILL), cpu=0.02, share=3),
-    Check("decode_exact", _exact_says("decode"), 10_000, exact(DECODE), cpu=0.02, share=4),
+    Check("prefill_exact", _exact_says("prefill"), 10_000, prefill_exact, cpu=0.02, share=3),
+    Check("decode_exact", _exact_says("decode"), 10_000, decode_exact, cpu=0.03, unit=ROUNDS, share=3),
     Check(
         "graph_equals_eager",
         "a graph gives the bits of the eager function in the same bucket",
         10_000,
         graph_equals_eager,
+        unit=len(PHASES),
         share=4,
         needs_gpu="without a GPU there is no graph to compare",
     ),

@@ -272,7 +272,15 @@ def _cut(text: str, generator: random.Random) -> str:
 _MUTATIONS: tuple[Callable[[str, random.Random], str], ...] = (_byte, _token, _value, _line, _cut)
 
 CHECKS = (
-    Check("bucket_choice", "the cheapest covering bucket, or none", 1_000_000, bucket_choice, unit=LOOKUPS, workers=1),
+    Check(
+        "bucket_choice",
+        "the cheapest covering bucket, or none",
+        1_000_000,
+        bucket_choice,
+        unit=LOOKUPS,
+        share=2,
+        workers=1,
+    ),
     Check("shipped_sets", "every length of every ready set", len(READY), shipped_sets, workers=1, fixed=True),
     Check("pad_rules", "fill against numpy's padding", 20_000, pad_rules, cpu=0.5, share=0.5, workers=1),
     Check("yaml_fuzz", "a bucket set or a ConfigError", 100_000, yaml_fuzz, cpu=0.1, share=3, workers=4),

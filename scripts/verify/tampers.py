@@ -119,7 +119,7 @@ def tampered(setting: Setting) -> Trial:
             _kv_cache(setting)
         else:
             module = rows(setting)
-            manager = served(setting, module)
+            manager = served(setting, module, axes={"batch": [4, 16]})
             manager(x=whole_numbers(setting, 3, seed))
             TAMPERS[at].do(module)
             _refused(manager, {"x": whole_numbers(setting, 3, seed)}, TAMPERS[at].names, TAMPERS[at].name)
@@ -241,6 +241,6 @@ def weights(setting: Setting) -> Trial:
 
 
 CHECKS = (
-    Check("tampered", "a tensor pulled away is named before a launch", 250, tampered, cpu=0.6, share=2),
+    Check("tampered", "a tensor pulled away is named before a launch", 250, tampered, cpu=0.6, share=3),
     Check("weights", "bad weight files are refused by name", 500, weights, cpu=0.2, share=0.5, workers=1),
 )
