@@ -7,6 +7,7 @@ results into memory of its own on every replay, and runs over static inputs that
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -38,7 +39,7 @@ class StandIn(Eager):
         capturing = True
         try:
             if isinstance(self._fn, nn.Module):
-                self._bound = {k: v.detach() for k, v in self._fn.state_dict(keep_vars=True).items()}
+                self._fn = _bound(self._fn)
             self._static = _tensors(self._call())
         finally:
             capturing = False
@@ -50,10 +51,19 @@ class StandIn(Eager):
         return self._static
 
     def _call(self) -> Any:
-        bound = getattr(self, "_bound", None)
-        if bound is None:
-            return self._fn(**self._inputs)
-        return torch.func.functional_call(self._fn, bound, (), dict(self._inputs))
+        return self._fn(**self._inputs)
+
+
+def _bound(module: nn.Module) -> nn.Module:
+    """The module as it is now, over the same memory: what is rebound in the original later is not seen here."""
+    memory: dict[int, Any] = {}
+    for part in module.modules():
+        for tensor in [*part.parameters(False), *part.buffers(False), *vars(part).values()]:
+            if isinstance(tensor, nn.Parameter):
+                memory[id(tensor)] = nn.Parameter(tensor.detach(), requires_grad=False)
+            elif isinstance(tensor, Tensor):
+                memory[id(tensor)] = tensor.detach()
+    return copy.deepcopy(module, memory)
 
 
 def _nothing() -> None:
