@@ -90,7 +90,7 @@ def describe(case: str, kernel: JITFunction[Any], args: tuple[Any, ...], kwargs:
             signature[parameter.name] = "i32"
         else:
             signature[parameter.name] = "fp32"
-    options = {k: v for k, v in kwargs.items() if k in ("num_warps", "num_stages")}
+    options = {k: v for k, v in kwargs.items() if k in ("num_warps", "num_stages", "launch_pdl")}
     return Launch(case, kernel, signature, constants, attrs, options)
 
 
@@ -131,6 +131,33 @@ def sampling(vocab: int, dtype: torch.dtype) -> None:
     triton_ops.sample(torch.empty(1, vocab, dtype=dtype), f, i, f, i.long(), i)
 
 
+def skinny(rows: int, sizes: tuple[int, int, int, int], vocab: int, dtype: torch.dtype, pdl: bool) -> None:
+    """The matmuls of a decode layer (hidden, gated, QKV and attention widths), and the LM head."""
+    hidden, gated, qkv, attended = sizes
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    x, gain = new(rows, hidden), new(hidden)
+    triton_ops.norm_linear(x, gain, 1e-5, new(qkv, hidden), pdl=pdl)
+    triton_ops.norm_linear(x, gain, 1e-5, new(qkv, hidden), new(qkv), pdl=pdl)
+    triton_ops.linear_add(new(rows, attended), new(hidden, attended), x, pdl=pdl)
+    triton_ops.norm_gate_up(x, gain, 1e-5, new(2 * gated, hidden), pdl=pdl)
+    triton_ops.linear_add(new(rows, gated), new(hidden, gated), x, pdl=pdl)
+    triton_ops.norm_linear(x, gain, 1e-5, new(vocab, hidden), pdl=pdl)
+
+
+def fused(dim: int, page: int, dtype: torch.dtype, heads: int, kv_heads: int, rows: int, pdl: bool) -> None:
+    cache = torch.empty(2, kv_heads, page, dim, dtype=dtype)
+    index, slots = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+    table, angles = torch.zeros(rows, 4096 // page, dtype=torch.int32), torch.empty(4, dim)
+    qkv = torch.empty(rows, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    for norm in (None, torch.empty(dim, dtype=dtype)):
+        triton_ops.decode_attention_fused(
+            qkv, index, angles, cache, cache, slots, table, index, heads, 1.0, norm, norm, pdl=pdl
+        )
+
+
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Every family over the head dims, page sizes and dtypes that models use; the thunks call the wrappers."""
     bf16, fp32 = torch.bfloat16, torch.float32
@@ -159,6 +186,37 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         for phase in PHASES:
             name = f"linear {dtype} {columns}x{width} {phase}"
             yield name, lambda n=columns, k=width, t=dtype, p=phase: matmul(n, k, t, p)
+    for model, sizes, vocab in (
+        ("1B", (2048, 8192, 3072, 2048), 128256),
+        ("8B", (4096, 14336, 6144, 4096), 128256),
+        ("0.6B", (1024, 3072, 4096, 2048), 151936),
+        ("135M", (576, 1536, 960, 576), 49152),
+    ):
+        for rows, dtype, pdl in (
+            (1, bf16, False),
+            (1, bf16, True),
+            (2, bf16, True),
+            (4, bf16, False),
+            (4, bf16, True),
+            (8, bf16, True),
+            (16, bf16, False),
+            (1, fp32, True),
+            (16, fp32, True),
+        ):
+            if dtype == bf16 or model == "1B":
+                name = f"skinny {dtype} {model} B={rows}{' pdl' if pdl else ''}"
+                yield name, lambda b=rows, s=sizes, v=vocab, t=dtype, p=pdl: skinny(b, s, v, t, p)
+    for dim, page, heads, kv_heads in (
+        (64, 16, 32, 8),
+        (64, 16, 9, 3),
+        (128, 16, 32, 8),
+        (128, 64, 16, 8),
+        (96, 16, 32, 32),
+    ):
+        for rows, pdl in ((1, True), (1, False), (16, True), (64, False)):
+            name = f"fused bf16 D={dim} page={page} {heads}/{kv_heads} B={rows}{' pdl' if pdl else ''}"
+            yield name, lambda d=dim, p=page, h=heads, k=kv_heads, b=rows, x=pdl: fused(d, p, bf16, h, k, b, x)
+    yield "fused fp32 D=128 B=1 pdl", lambda: fused(128, 16, fp32, 32, 8, 1, True)
     for width, dtype in ((8192, bf16), (1536, bf16), (8192, fp32)):
         yield (
             f"swiglu {dtype} F={width}",
@@ -200,6 +258,18 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def pdl_launch(launch: Launch) -> bool:
+    return bool(launch.options.get("launch_pdl"))
+
+
+def check_wait(ptx: str) -> None:
+    """One wait, dependents launched before it, and nothing written or pipelined before it."""
+    before, *after = ptx.split("griddepcontrol.wait")
+    early = re.findall(r"\b(?:st\.global|cp\.async\.c|atom\.|red\.)", before)
+    if len(after) != 1 or early or "griddepcontrol.launch_dependents" not in before:
+        raise RuntimeError(f"{len(after)} waits, before the first of them {early}")
+
+
 def build(job: tuple[int, int]) -> Report:
     """Compile launch `job[0]` for target `job[1]`; a failure is a report, so that the table stays whole."""
     launch, cc = LAUNCHES[job[0]], job[1]
@@ -208,6 +278,8 @@ def build(job: tuple[int, int]) -> Report:
         source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attrs)
         compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=launch.options)
         registers, stack = resources(compiled.asm["cubin"])
+        if pdl_launch(launch):
+            check_wait(compiled.asm["ptx"])
     except Exception as error:  # the compiler raises many types; each is reported with its text
         return Report(name, launch.case, cc, 0, 0, 0, f"{type(error).__name__}: {str(error)[:300]}")
     report = Report(name, launch.case, cc, registers, stack, int(compiled.metadata.shared))
@@ -233,7 +305,9 @@ def main() -> int:
     targets = [int(t) for t in args.targets.split(",")]
     # fork: workers inherit the recorded launches, which hold functions that do not pickle.
     with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
-        reports = pool.map(build, [(i, cc) for cc in targets for i in range(len(LAUNCHES))], chunksize=1)
+        # Programmatic dependent launch exists from compute capability 9 on.
+        jobs = [(i, cc) for cc in targets for i, launch in enumerate(LAUNCHES) if cc >= 90 or not pdl_launch(launch)]
+        reports = pool.map(build, jobs, chunksize=1)
     print(f"{'kernel':<16} {'case':<44} {'target':>6} {'regs':>5} {'stack':>6} {'smem':>7}")
     for r in reports:
         flag = f"  FAIL {r.error}" if r.error else ""

@@ -55,6 +55,52 @@ def paged(
     return Paged(*caches, tables.to(device), torch.tensor(lens, dtype=torch.int32, device=device))
 
 
+@dataclass
+class Fused(Paged):
+    """A decode step whose new tokens, each row's last, are in `qkv` and not yet in the cache, where they are NaN."""
+
+    qkv: Tensor  # [rows, (heads + 2 * kv_heads) * D]
+    positions: Tensor  # [rows] int32
+    cos_sin: Tensor  # [max_pos, D] float32
+    slots: Tensor  # [rows] int64
+    heads: int
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+def fused_case(
+    lens: list[int],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page: int,
+    norm: bool,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> Fused:
+    case = paged(lens, kv_heads, dim, page, dtype, device)
+    last = (case.kv_lens.long() - 1).clamp_min(0)
+    ids = case.block_tables.gather(1, (last // page)[:, None])[:, 0].long()
+    real = case.kv_lens > 0
+    slots = torch.where(real, ids * page + last % page, -1)
+    for cache in (case.k_cache, case.v_cache):
+        cache[ids[real], :, (last % page)[real]] = float("nan")
+    angles = torch.rand(max(lens) + 1, dim // 2, device=device) * 7
+    gains = [torch.randn(dim, device=device).to(dtype) if norm else None for _ in range(2)]
+    return Fused(
+        case.k_cache,
+        case.v_cache,
+        case.block_tables,
+        case.kv_lens,
+        torch.randn(len(lens), (heads + 2 * kv_heads) * dim, device=device).to(dtype),
+        last.int(),
+        torch.cat((angles.cos(), angles.sin()), dim=1),
+        slots,
+        heads,
+        *gains,
+    )
+
+
 def queries(rows: int, heads: int, dim: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
     return torch.randn(rows, heads, dim, device=device).to(dtype)
 

@@ -158,6 +158,84 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(_wide(gate)).to(gate_up.dtype) * up
 
 
+def norm_linear(
+    residual: Tensor,  # [B, H]
+    norm_weight: Tensor,  # [H]
+    eps: float,
+    weight: Tensor,  # [N, H]
+    bias: Tensor | None = None,  # [N]
+    *,
+    pdl: bool = False,
+) -> Tensor:
+    """RMS norm, then a matmul; `pdl` here and below is how a GPU launches, which does not change the result."""
+    normed = rms_norm(residual, norm_weight, eps)
+    assert isinstance(normed, Tensor)
+    return F.linear(normed, weight, bias)
+
+
+def linear_add(
+    x: Tensor,  # [B, K]
+    weight: Tensor,  # [N, K]
+    residual: Tensor,  # [B, N]
+    out: Tensor | None = None,  # may be `residual`
+    *,
+    pdl: bool = False,
+) -> Tensor:
+    """A matmul, added to the residual."""
+    total = residual + F.linear(x, weight)
+    return total if out is None else out.copy_(total)
+
+
+def norm_gate_up(
+    residual: Tensor,  # [B, H]
+    norm_weight: Tensor,  # [H]
+    eps: float,
+    gate_up: Tensor,  # [2F, H]: gate, then up
+    *,
+    pdl: bool = False,
+) -> Tensor:
+    """RMS norm, both matmuls of a gated MLP, and `silu(gate) * up`."""
+    return swiglu(norm_linear(residual, norm_weight, eps, gate_up))
+
+
+def decode_attention_fused(
+    qkv: Tensor,  # [B, (Hq + 2 Hk) * D]
+    positions: Tensor,  # [B] int32
+    cos_sin: Tensor,  # [max_pos, D] float32
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,  # [B] int64: where the row's last token belongs; negative writes nothing
+    block_tables: Tensor,  # [B, W] int32
+    kv_lens: Tensor,  # [B] int32, the new token counted; 0 writes nothing and gives zeros
+    num_heads: int,
+    scale: float,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    num_splits: int | None = None,
+    split_size: int = 0,
+    *,
+    pdl: bool = False,
+) -> Tensor:
+    """`rope_and_write`, then `decode_attention` as `[B, Hq * D]`; an unwritten token is attended, too."""
+    page_size = k_cache.shape[2]
+    last = (kv_lens.long() - 1).clamp_min(0)
+    page = block_tables.gather(1, (last // page_size)[:, None])[:, 0].long()
+    attended = torch.where(kv_lens > 0, page * page_size + last % page_size, -1)
+    written = torch.where(kv_lens > 0, slot_mapping, -1)
+    args = (num_heads, q_norm, k_norm, eps)
+    q = rope_and_write(qkv, positions, cos_sin, k_cache, v_cache, written, *args)
+    if bool(((written < 0) & (attended >= 0)).any()):
+        k_cache, v_cache = k_cache.clone(), v_cache.clone()
+        rope_and_write(qkv, positions, cos_sin, k_cache, v_cache, attended, *args)
+    return decode_attention(q, k_cache, v_cache, block_tables, kv_lens, scale).flatten(1)
+
+
+def pdl_supported(device: torch.device | str) -> bool:
+    """Plain torch has no launches to overlap."""
+    return False
+
+
 def philox(seeds: Tensor, counter0: Tensor, counter1: Tensor) -> Tensor:
     """First output word of Philox4x32-10 with key `seeds` (64 bits) and counter `(counter0, counter1, 0, 0)`.
 

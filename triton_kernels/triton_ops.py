@@ -1,11 +1,27 @@
 """The Triton kernels under the names and signatures of `reference`."""
 
 from .decode_attention import decode_attention
+from .decode_fused import decode_attention_fused
 from .matmul import linear
+from .pdl import pdl_supported
 from .prefill_attention import prefill_attention
 from .rms_norm import rms_norm
 from .rope import rope_and_write
 from .sampling import sample
+from .skinny import linear_add, norm_gate_up, norm_linear
 from .swiglu import swiglu
 
-__all__ = ["decode_attention", "linear", "prefill_attention", "rms_norm", "rope_and_write", "sample", "swiglu"]
+__all__ = [
+    "decode_attention",
+    "decode_attention_fused",
+    "linear",
+    "linear_add",
+    "norm_gate_up",
+    "norm_linear",
+    "pdl_supported",
+    "prefill_attention",
+    "rms_norm",
+    "rope_and_write",
+    "sample",
+    "swiglu",
+]

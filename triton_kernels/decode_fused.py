@@ -1,0 +1,298 @@
+"""Split-KV paged decode attention that rotates q and k itself and writes the new k and v on its way.
+
+Every program rotates the queries of its KV head. The one whose split holds the last position rotates the new k, writes
+k and v at the row's slot and starts its running softmax from them, in registers; the others, and its own loop, read
+only positions before it, so nothing depends on the order of programs. A slot of -1 writes nothing, and the new token is
+attended all the same; a row of length 0 reads and writes nothing and becomes zeros. Splits are as in decode_attention.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import checks
+from . import pdl as chain
+from .decode_attention import decode_splits, decode_tile
+from .paging import FLOOR, tile_pages, tile_pointers
+
+
+@triton.jit
+def _rotated(source, norm, cos, sin, mask, eps, D: tl.constexpr, D_PAD: tl.constexpr, NORM: tl.constexpr):
+    """Rows of one head dimension at pointers `source [M, 1]`, normed if asked and rotated; in the dtype they have."""
+    d = tl.arange(0, D_PAD)
+    # The half that rotation mixes in comes from a second load of the same lines: no data moves between threads.
+    other = tl.where(d < D // 2, d + D // 2, d - D // 2)
+    x = tl.load(source + d[None, :], mask=mask, other=0.0)
+    z = tl.load(source + other[None, :], mask=mask, other=0.0)
+    if NORM:
+        a = x.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(a * a, 1) / D + eps)[:, None]
+        w = tl.load(norm + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        w_other = tl.load(norm + other, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        x = ((a * inverse).to(x.dtype).to(tl.float32) * w).to(x.dtype)
+        z = ((z.to(tl.float32) * inverse).to(x.dtype).to(tl.float32) * w_other).to(x.dtype)
+    return (x.to(tl.float32) * cos[None, :] + z.to(tl.float32) * sin[None, :]).to(x.dtype)
+
+
+@triton.jit(
+    do_not_specialize=["table_width", "split_size"],
+    do_not_specialize_on_alignment=["positions", "slot_mapping", "block_tables", "kv_lens"],
+)
+def _fused_split(
+    qkv,  # [B, (HQ + 2 HK) * D]
+    positions,
+    cos_sin,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    block_tables,
+    kv_lens,
+    q_norm,
+    k_norm,
+    out,  # [B, HQ, splits, D]: float32 partial sums, or with DIRECT the result
+    part_max,  # [B, HQ, splits]
+    part_sum,
+    scale,
+    eps,
+    table_width,
+    split_size,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    DIRECT: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    chain.launch_dependents(PDL)
+    row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(2), tl.num_programs(2)
+    GROUP: tl.constexpr = HQ // HK
+    BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    kv_head, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
+    member = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_group = member < GROUP
+    d = tl.arange(0, D_PAD)
+    in_dim = d < D
+    in_tile = in_group[:, None] & in_dim[None, :]
+    head = row * HQ + kv_head * GROUP + member
+    part = head * splits + split
+    chain.wait(PDL)
+
+    length = tl.load(kv_lens + row)
+    per_split = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
+    per_split = tl.where(split_size > 0, split_size, per_split)
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, length)
+    if begin >= end:
+        if DIRECT:
+            tl.store(out + head[:, None] * D + d[None, :], tl.zeros([BLOCK_M, D_PAD], out.dtype.element_ty), in_tile)
+        else:
+            tl.store(part_max + part, tl.full([BLOCK_M], FLOOR, tl.float32), mask=in_group)
+            tl.store(part_sum + part, tl.zeros([BLOCK_M], tl.float32), mask=in_group)
+        return
+
+    table = block_tables + row * table_width
+    pages = tile_pages(table, begin, table_width, PAGE, BLOCK_N)
+    angle = cos_sin + tl.load(positions + row).to(tl.int64) * D + tl.where(d < D // 2, d, d - D // 2)
+    cos = tl.load(angle, mask=in_dim, other=0.0)
+    sin = tl.load(angle + D // 2, mask=in_dim, other=0.0) * tl.where(d < D // 2, -1.0, 1.0)
+    heads = qkv + row * ((HQ + 2 * HK) * D)
+    queries = _rotated(
+        heads + ((kv_head * GROUP + member) * D)[:, None], q_norm, cos, sin, in_tile, eps, D, D_PAD, NORM
+    )
+
+    # The new token as a tile of equal rows: the softmax starts from it without a change of layout.
+    owner = end == length
+    fresh = (member >= tl.where(owner, 0, 1 << 30))[:, None] & in_dim[None, :]
+    same = tl.zeros([BLOCK_M, 1], tl.int32)
+    k_new = _rotated(heads + (HQ + kv_head) * D + same, k_norm, cos, sin, fresh, eps, D, D_PAD, NORM)
+    v_new = tl.load(heads + (HQ + HK + kv_head) * D + same + d[None, :], mask=fresh, other=0.0)
+    slot = tl.load(slot_mapping + row)
+    cell = ((slot // PAGE * HK + kv_head) * PAGE + slot % PAGE) * D
+    # Once: by the block that holds the first head of the group.
+    write = (member == tl.where(owner & (slot >= 0), 0, -1))[:, None] & in_dim[None, :]
+    tl.store(k_cache + cell + same + d[None, :], k_new, mask=write)
+    tl.store(v_cache + cell + same + d[None, :], v_new, mask=write)
+    score = tl.sum(queries.to(tl.float32) * k_new.to(tl.float32), 1) * scale
+    m = tl.where(owner, score, FLOOR)
+    total = tl.zeros([BLOCK_M], tl.float32) + tl.where(owner, 1.0, 0.0)
+    acc = v_new.to(tl.float32)
+
+    stop = tl.minimum(end, length - 1)
+    for start in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+        # Masked at the load, since stale entries may be NaN and 0 * NaN is NaN.
+        live = start + tl.arange(0, BLOCK_N) < stop
+        mask = live[:, None] & in_dim[None, :]
+        k = tl.load(tile_pointers(k_cache, pages, start, kv_head, HK, PAGE, D, D_PAD, BLOCK_N), mask=mask, other=0.0)
+        v = tl.load(tile_pointers(v_cache, pages, start, kv_head, HK, PAGE, D, D_PAD, BLOCK_N), mask=mask, other=0.0)
+        pages = tile_pages(table, start + BLOCK_N, table_width, PAGE, BLOCK_N)
+        s = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+        s = tl.where(live[None, :], s, FLOOR)
+        m_new = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2(s - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        total = total * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        m = m_new
+
+    if DIRECT:
+        tl.store(out + head[:, None] * D + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=in_tile)
+    else:
+        tl.store(out + part[:, None] * D + d[None, :], acc, mask=in_tile)
+        tl.store(part_max + part, m, mask=in_group)
+        tl.store(part_sum + part, total, mask=in_group)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _fused_reduce(
+    part_out,
+    part_max,
+    part_sum,
+    out,
+    splits,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    chain.launch_dependents(PDL)
+    head = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, D_PAD)
+    m = tl.full((), FLOOR, tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    acc = tl.zeros([D_PAD], tl.float32)
+    chain.wait(PDL)
+    for first in tl.range(0, splits, BLOCK_S):
+        split = first + tl.arange(0, BLOCK_S)
+        inside = split < splits
+        part = head * splits + split
+        maxima = tl.load(part_max + part, mask=inside, other=FLOOR)
+        sums = tl.load(part_sum + part, mask=inside, other=0.0)
+        # All in flight at once; what an empty split did not write is dropped afterwards.
+        mask = inside[:, None] & (d < D)[None, :]
+        o = tl.load(part_out + part[:, None] * D + d[None, :], mask=mask, other=0.0)
+        live = sums != 0.0  # true of NaN too: a NaN that the model made stays visible
+        m_new = tl.maximum(m, tl.max(maxima, 0))
+        weight = tl.where(live, tl.exp2(maxima - m_new), 0.0)
+        alpha = tl.exp2(m - m_new)
+        acc = acc * alpha + tl.sum(tl.where(live[:, None], o, 0.0) * weight[:, None], 0)
+        total = total * alpha + tl.sum(sums * weight, 0)
+        m = m_new
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + head * D + d, acc.to(out.dtype.element_ty), mask=d < D)
+
+
+def decode_attention_fused(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    kv_lens: Tensor,
+    num_heads: int,
+    scale: float,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    num_splits: int | None = None,
+    split_size: int = 0,
+    *,
+    pdl: bool = False,
+) -> Tensor:
+    """`rope_and_write`, then `decode_attention` over it: `qkv [B, (Hq + 2 Hk) * D]` to `[B, Hq * D]`, any B.
+
+    Row r's token is the last of its `kv_lens[r]`; `slot_mapping[r]` is where its table puts it, or negative. The other
+    arguments are as there; `pdl`: as part of a chain (`pdl.py`). Raises ValueError for what does not fit.
+    """
+    rows, width = qkv.shape
+    _, kv_heads, page_size, dim = k_cache.shape
+    checks.floats(qkv=qkv, k_cache=k_cache, v_cache=v_cache)
+    checks.caches(k_cache, v_cache, dim)
+    padded = checks.head_dim(dim)
+    checks.vector("positions", positions, rows, torch.int32)
+    checks.vector("slot_mapping", slot_mapping, rows, torch.int64)
+    checks.table("block_tables", block_tables, rows)
+    checks.vector("kv_lens", kv_lens, rows, torch.int32)
+    checks.contiguous(cos_sin=cos_sin)
+    checks.require(
+        width == (num_heads + 2 * kv_heads) * dim and cos_sin.shape[1] == dim and cos_sin.dtype == torch.float32,
+        f"decode_attention_fused: given qkv {tuple(qkv.shape)}, cos_sin {tuple(cos_sin.shape)} {cos_sin.dtype}, "
+        f"expected rows of ({num_heads} + 2 * {kv_heads}) * {dim} and float32 rows of {dim}",
+    )
+    checks.require((q_norm is None) == (k_norm is None), "decode_attention_fused: q_norm and k_norm come together")
+    if q_norm is not None and k_norm is not None:
+        checks.vector("q_norm", q_norm, dim, qkv.dtype)
+        checks.vector("k_norm", k_norm, dim, qkv.dtype)
+    checks.require(split_size % 64 == 0 and split_size >= 0, f"split_size {split_size}: expected a multiple of 64")
+    group = checks.group(num_heads, kv_heads)
+    block_n, stages = decode_tile(qkv.dtype, padded)
+    capacity = block_tables.shape[1] * page_size
+    block_m = min(max(triton.next_power_of_2(group), 16), 64)
+    head_blocks = kv_heads * triton.cdiv(group, block_m)
+    splits = num_splits or decode_splits(rows, head_blocks, capacity, block_n)
+    if split_size > 0:
+        splits = triton.cdiv(capacity, split_size)
+    direct = splits == 1
+    out = torch.empty((rows, num_heads * dim), dtype=qkv.dtype, device=qkv.device)
+    part_out, part_max, part_sum = out, out, out
+    if not direct:
+        part_out = torch.empty((rows, num_heads, splits, dim), dtype=torch.float32, device=qkv.device)
+        part_max = torch.empty((rows, num_heads, splits), dtype=torch.float32, device=qkv.device)
+        part_sum = torch.empty_like(part_max)
+    _fused_split[(rows, head_blocks, splits)](
+        qkv,
+        positions,
+        cos_sin,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        block_tables,
+        kv_lens,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        part_out,
+        part_max,
+        part_sum,
+        scale * 1.4426950408889634,
+        eps,
+        block_tables.shape[1],
+        split_size,
+        HQ=num_heads,
+        HK=kv_heads,
+        D=dim,
+        D_PAD=padded,
+        PAGE=page_size,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        STAGES=stages,
+        DIRECT=direct,
+        NORM=q_norm is not None,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    if not direct:
+        block_s = min(max(triton.next_power_of_2(splits), 16), 128)  # few sizes, and one step for up to 128 splits
+        _fused_reduce[(rows * num_heads,)](
+            part_out,
+            part_max,
+            part_sum,
+            out,
+            splits,
+            D=dim,
+            D_PAD=padded,
+            BLOCK_S=block_s,
+            PDL=pdl,
+            num_warps=8 if block_s * padded >= 8192 else 4,
+            launch_pdl=pdl,
+        )
+    return out

@@ -1,0 +1,312 @@
+"""Matmuls of 1 to 16 rows, with the norm before them or the addition after them: how a decode layer reads its weights.
+
+Few rows: a program owns BN whole weight rows, all of their loads in flight before it waits for its predecessor. More
+rows: `tl.dot` over K with the rows padded to 16, weights asked into L2 before the wait and read once for all rows; a
+row's bits do not depend on the others there. Rounds where the chain of separate kernels rounds (normed row, matmul,
+silu, sum): only the order of float32 sums differs. `pdl.py` has the rules of `pdl=True`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import checks
+from . import pdl as chain
+
+MAX_ROWS = 16
+MAX_WIDTH = 32768
+WHOLE_ROWS = 4  # up to as many rows a program holds its weights in registers
+WHOLE_WIDTH = 16384  # and up to this K
+FILL = 264  # programs to aim for: two for each of the 132 SMs of an H200
+
+Tile = tuple[int, int, int, int]  # BN, BK, warps, stages; 0 stages: whole weight rows in registers
+
+
+@triton.jit
+def _silu_times(gate, up, dtype: tl.constexpr):
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _skinny_whole(
+    x,  # [rows, K]
+    norm,  # [K]
+    weight,  # [N, K], GATED: [2 N, K]
+    bias,  # [N]
+    residual,  # [rows, N], may be y
+    y,  # [rows, N]
+    rows,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    ROWS: tl.constexpr,  # `rows` padded to a power of two
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    chain.launch_dependents(PDL)
+    dtype: tl.constexpr = y.dtype.element_ty
+    col = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    in_cols, in_k = col < N, k < K
+    tile = weight + col[:, None].to(tl.int64) * K + k[None, :]
+    mask = in_cols[:, None] & in_k[None, :]
+    w = tl.load(tile, mask=mask, other=0.0)
+    if GATED:
+        w_up = tl.load(tile + N * K, mask=mask, other=0.0)
+    if NORM:
+        gain = tl.load(norm + k, mask=in_k, other=0.0).to(tl.float32)
+    if BIAS:
+        offset = tl.load(bias + col, mask=in_cols, other=0.0).to(tl.float32)
+    chain.wait(PDL)
+    for row in tl.static_range(ROWS):
+        present = in_k & (tl.full([BK], row, tl.int32) < rows)
+        v = tl.load(x + row * K + k, mask=present, other=0.0).to(tl.float32)
+        if NORM:
+            v = (v * tl.rsqrt(tl.sum(v * v, 0) / K + eps)).to(dtype).to(tl.float32) * gain
+            v = v.to(dtype).to(tl.float32)
+        acc = tl.sum(w.to(tl.float32) * v[None, :], 1)
+        if GATED:
+            acc = _silu_times(acc, tl.sum(w_up.to(tl.float32) * v[None, :], 1), dtype)
+        if BIAS:
+            acc += offset
+        target = row * N + col
+        inside = in_cols & (tl.full([BN], row, tl.int32) < rows)
+        if RESIDUAL:
+            added = tl.load(residual + target, mask=inside, other=0.0).to(tl.float32)
+            acc = acc.to(dtype).to(tl.float32) + added
+        tl.store(y + target, acc.to(dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _skinny_dot(
+    x,
+    norm,
+    weight,
+    bias,
+    residual,
+    y,
+    rows,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LINES: tl.constexpr,  # 128-byte lines of a weight row, padded to a power of two
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    chain.launch_dependents(PDL)
+    dtype: tl.constexpr = y.dtype.element_ty
+    row = tl.arange(0, 16)
+    col = tl.program_id(0) * BN + tl.arange(0, BN)
+    in_rows, in_cols = row < rows, col < N
+    first = col.to(tl.int64) * K
+    if PDL:
+        PER_LINE: tl.constexpr = 1024 // dtype.primitive_bitwidth
+        line = tl.minimum(tl.arange(0, LINES) * PER_LINE, K - 1)
+        near = weight + tl.minimum(col, N - 1).to(tl.int64)[:, None] * K + line[None, :]
+        chain.prefetch(near)
+        if GATED:
+            chain.prefetch(near + N * K)
+    chain.wait(PDL)
+
+    if NORM:
+        squares = tl.zeros([16, CHUNK], tl.float32)
+        c = tl.arange(0, CHUNK)
+        for start in tl.static_range(0, K, CHUNK):
+            in_chunk = in_rows[:, None] & (c < K - start)[None, :]
+            v = tl.load(x + row[:, None] * K + start + c[None, :], mask=in_chunk, other=0.0).to(tl.float32)
+            squares += v * v
+        inverse = tl.rsqrt(tl.sum(squares, 1) / K + eps)
+
+    k = tl.arange(0, BK)
+    x_tile = x + row[:, None] * K + k[None, :]
+    w_tile = weight + first[None, :] + k[:, None]
+    acc = tl.zeros([16, BN], tl.float32)
+    acc_up = tl.zeros([16, BN], tl.float32)
+    for start in tl.range(0, K, BK, num_stages=STAGES):
+        inside = k < K - start
+        a = tl.load(x_tile + start, mask=in_rows[:, None] & inside[None, :], other=0.0)
+        mask = inside[:, None] & in_cols[None, :]
+        w = tl.load(w_tile + start, mask=mask, other=0.0)
+        if NORM:
+            gain = tl.load(norm + start + k, mask=inside, other=0.0).to(tl.float32)
+            a = (a.to(tl.float32) * inverse[:, None]).to(dtype).to(tl.float32)
+            a = (a * gain[None, :]).to(dtype)
+        acc = tl.dot(a, w, acc, input_precision="ieee")
+        if GATED:
+            w_up = tl.load(w_tile + N * K + start, mask=mask, other=0.0)
+            acc_up = tl.dot(a, w_up, acc_up, input_precision="ieee")
+    if GATED:
+        acc = _silu_times(acc, acc_up, dtype)
+    if BIAS:
+        acc += tl.load(bias + col, mask=in_cols, other=0.0).to(tl.float32)[None, :]
+    target = row[:, None] * N + col[None, :]
+    inside_y = in_rows[:, None] & in_cols[None, :]
+    if RESIDUAL:
+        added = tl.load(residual + target, mask=inside_y, other=0.0).to(tl.float32)
+        acc = acc.to(dtype).to(tl.float32) + added
+    tl.store(y + target, acc.to(dtype), mask=inside_y)
+
+
+def _floor(n: int) -> int:
+    """The largest power of two that is at most `n`, and 1 for less."""
+    return 1 << (max(n, 1).bit_length() - 1)
+
+
+def skinny_tile(rows: int, columns: int, width: int, dtype: torch.dtype, fused: bool) -> Tile:
+    """(BN, BK, warps, stages) for `[rows, width] @ [columns, width].T`; `fused`: two such matrices in one tile.
+
+    Whole rows: about 8192 weights a program, 64 a thread (32 in float32), but programs for every SM first. With `dot`:
+    wide tiles where the columns allow, since each program reads and norms all of x.
+    """
+    both, single = 1 + fused, dtype == torch.float32
+    if rows <= WHOLE_ROWS and width <= WHOLE_WIDTH:
+        block_k = max(triton.next_power_of_2(width), 128)
+        block_n = min(_floor(columns // FILL), _floor(8192 // (block_k * both)), 16)
+        threads = block_n * block_k * both // (32 if single else 64)
+        return block_n, block_k, min(max(threads // 32, 1), 16 if single else 8), 0
+    if single:
+        return 16, 64, 4, 3
+    block_n = next((n for n in (64, 32) if columns * both // n >= FILL), 16)
+    return max(block_n // both, 16), 256 if block_n == 16 and not fused else 128, 4, 4
+
+
+def _skinny(
+    x: Tensor,
+    norm: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    y: Tensor,
+    eps: float,
+    gated: bool,
+    pdl: bool,
+    tile: Tile | None,
+) -> Tensor:
+    (rows, width), columns = x.shape, y.shape[1]
+    block_n, block_k, warps, stages = tile or skinny_tile(rows, columns, width, x.dtype, gated)
+    grid = (triton.cdiv(columns, block_n),)
+    tensors = (
+        x,
+        weight if norm is None else norm,
+        weight,
+        weight if bias is None else bias,
+        y if residual is None else residual,
+        y,
+    )
+    flags = {"NORM": norm is not None, "BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated}
+    shape = {"N": columns, "K": width, "BN": block_n, "BK": block_k, "PDL": pdl}
+    if stages == 0:
+        padded = triton.next_power_of_2(rows)
+        _skinny_whole[grid](*tensors, rows, eps, **shape, ROWS=padded, **flags, num_warps=warps, launch_pdl=pdl)
+    else:
+        chunk = min(triton.next_power_of_2(width), warps * 128)  # 64 elements of x a thread
+        lines = triton.next_power_of_2(triton.cdiv(width * x.element_size(), 128))
+        _skinny_dot[grid](
+            *tensors,
+            rows,
+            eps,
+            **shape,
+            CHUNK=chunk,
+            LINES=lines,
+            STAGES=stages,
+            **flags,
+            num_warps=warps,
+            launch_pdl=pdl,
+        )
+    return y
+
+
+def _check(name: str, x: Tensor, expected: str, holds: bool, **others: Tensor | None) -> None:
+    given = {k: t for k, t in others.items() if t is not None}
+    checks.floats(x=x, **given)
+    shapes = ", ".join(f"{k} {tuple(t.shape)}" for k, t in given.items())
+    checks.require(
+        holds and 1 <= x.shape[0] <= MAX_ROWS and x.shape[1] <= MAX_WIDTH,
+        f"{name}: given x {tuple(x.shape)}, {shapes}, expected {expected}, "
+        f"with 1 to {MAX_ROWS} rows B (use a library matmul for more) of at most {MAX_WIDTH}",
+    )
+
+
+def norm_linear(
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    pdl: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """`rms_norm(residual [B, H]) @ weight [N, H].T + bias [N]` as `[B, N]`, for B of 1 to 16.
+
+    `pdl`: as part of a chain (`pdl.py`). `tile` overrides `skinny_tile`. Raises ValueError for what does not fit.
+    """
+    rows, width = residual.shape
+    columns = weight.shape[0]
+    holds = (
+        tuple(norm_weight.shape) == (width,)
+        and weight.shape[1:] == (width,)
+        and (bias is None or tuple(bias.shape) == (columns,))
+    )
+    expected = "[B, H], [H], [N, H], [N]"
+    _check("norm_linear", residual, expected, holds, norm_weight=norm_weight, weight=weight, bias=bias)
+    y = torch.empty((rows, columns), dtype=residual.dtype, device=residual.device)
+    return _skinny(residual, norm_weight, weight, bias, None, y, eps, False, pdl, tile)
+
+
+def linear_add(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    out: Tensor | None = None,
+    *,
+    pdl: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """`residual [B, N] + x [B, K] @ weight [N, K].T` as `[B, N]`, B to 16; into `out`, maybe `residual` itself.
+
+    `pdl`: as part of a chain (`pdl.py`). `tile` overrides `skinny_tile`. Raises ValueError for what does not fit.
+    """
+    rows, width = x.shape
+    columns = weight.shape[0]
+    y = torch.empty_like(residual) if out is None else out
+    holds = weight.shape[1:] == (width,) and tuple(residual.shape) == (rows, columns) and y.shape == residual.shape
+    expected = "[B, K], [N, K], [B, N], [B, N]"
+    _check("linear_add", x, expected, holds, weight=weight, residual=residual, out=y)
+    return _skinny(x, None, weight, None, residual, y, 0.0, False, pdl, tile)
+
+
+def norm_gate_up(
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate_up: Tensor,
+    *,
+    pdl: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """`silu(n @ gate.T) * (n @ up.T)` as `[B, F]` of `n = rms_norm(residual [B, H])` and `gate_up [2 F, H]`; B to 16.
+
+    `pdl`: as part of a chain (`pdl.py`). `tile` overrides `skinny_tile`. Raises ValueError for what does not fit.
+    """
+    rows, width = residual.shape
+    holds = tuple(norm_weight.shape) == (width,) and gate_up.shape[1:] == (width,) and gate_up.shape[0] % 2 == 0
+    _check("norm_gate_up", residual, "[B, H], [H], [2 F, H]", holds, norm_weight=norm_weight, gate_up=gate_up)
+    y = torch.empty((rows, gate_up.shape[0] // 2), dtype=residual.dtype, device=residual.device)
+    return _skinny(residual, norm_weight, gate_up, None, None, y, eps, True, pdl, tile)
