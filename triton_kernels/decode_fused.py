@@ -277,7 +277,7 @@ def decode_attention_fused(
         DIRECT=direct,
         NORM=q_norm is not None,
         PDL=pdl,
-        num_warps=4,
+        num_warps=8 if qkv.dtype == torch.float32 else 4,  # float32 in 4 warps spills at head dimension 128
         launch_pdl=pdl,
     )
     if not direct:
