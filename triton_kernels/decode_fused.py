@@ -85,11 +85,18 @@ def _fused_split(
     part = head * splits + split
     chain.wait(PDL)
 
+    # Two rounds of latency before the first K and V: lengths and positions, then pages, angles, q, k and v.
     length = tl.load(kv_lens + row)
+    position = tl.load(positions + row).to(tl.int64)
     per_split = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
     per_split = tl.where(split_size > 0, split_size, per_split)
     begin = split * per_split
     end = tl.minimum(begin + per_split, length)
+    table = block_tables + row * table_width
+    pages = tile_pages(table, begin, table_width, PAGE, BLOCK_N)
+    angle = cos_sin + position * D + tl.where(d < D // 2, d, d - D // 2)
+    cos = tl.load(angle, mask=in_dim, other=0.0)
+    sin = tl.load(angle + D // 2, mask=in_dim, other=0.0) * tl.where(d < D // 2, -1.0, 1.0)
     if begin >= end:
         if DIRECT:
             tl.store(out + head[:, None] * D + d[None, :], tl.zeros([BLOCK_M, D_PAD], out.dtype.element_ty), in_tile)
@@ -98,11 +105,6 @@ def _fused_split(
             tl.store(part_sum + part, tl.zeros([BLOCK_M], tl.float32), mask=in_group)
         return
 
-    table = block_tables + row * table_width
-    pages = tile_pages(table, begin, table_width, PAGE, BLOCK_N)
-    angle = cos_sin + tl.load(positions + row).to(tl.int64) * D + tl.where(d < D // 2, d, d - D // 2)
-    cos = tl.load(angle, mask=in_dim, other=0.0)
-    sin = tl.load(angle + D // 2, mask=in_dim, other=0.0) * tl.where(d < D // 2, -1.0, 1.0)
     heads = qkv + row * ((HQ + 2 * HK) * D)
     queries = _rotated(
         heads + ((kv_head * GROUP + member) * D)[:, None], q_norm, cos, sin, in_tile, eps, D, D_PAD, NORM

@@ -21,6 +21,8 @@ MAX_WIDTH = 32768
 WHOLE_ROWS = 4  # up to as many rows a program holds its weights in registers
 WHOLE_WIDTH = 16384  # and up to this K
 FILL = 264  # programs to aim for: two for each of the 132 SMs of an H200
+RESIDENT = 396  # programs of the dot form on those SMs at once
+PREFETCH = 24 * 2**20  # bytes of weights asked into L2 early: half of it
 
 Tile = tuple[int, int, int, int]  # BN, BK, warps, stages; 0 stages: whole weight rows in registers
 
@@ -101,7 +103,7 @@ def _skinny_dot(
     BN: tl.constexpr,
     BK: tl.constexpr,
     CHUNK: tl.constexpr,
-    LINES: tl.constexpr,  # 128-byte lines of a weight row, padded to a power of two
+    LINES: tl.constexpr,  # 128-byte lines of each weight row that are asked into L2 early
     STAGES: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
@@ -216,7 +218,9 @@ def _skinny(
         _skinny_whole[grid](*tensors, rows, eps, **shape, ROWS=padded, **flags, num_warps=warps, launch_pdl=pdl)
     else:
         chunk = min(triton.next_power_of_2(width), warps * 128)  # 64 elements of x a thread
-        lines = triton.next_power_of_2(triton.cdiv(width * x.element_size(), 128))
+        # Bounded over the programs that run at once: lines that L2 drops before their use would be read twice.
+        share = PREFETCH // min(grid[0], RESIDENT) // (block_n * (1 + gated) * 128)
+        lines = min(triton.next_power_of_2(triton.cdiv(width * x.element_size(), 128)), _floor(share))
         _skinny_dot[grid](
             *tensors,
             rows,

@@ -14,11 +14,20 @@ DEVICE = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {BF16: 1e-2, FP16: 2e-3, FP32: 2e-5}
 PDL = triton_ops.pdl_supported(DEVICE)
-CHAINED = [False, True] if PDL else [False]
 ROWS = list(range(1, 17))
 
-# columns, K: of Llama 1B and 8B, Qwen3-0.6B and SmolLM2, and one that no tile divides
-SIZES = [(3072, 2048), (4096, 14336), (1024, 2048), (960, 576), (576, 1536), (1000, 1000)]
+# columns, K, dtype: of Llama 1B and 8B, Qwen3-0.6B and SmolLM2
+SIZES = [
+    (3072, 2048, BF16),
+    (4096, 14336, BF16),
+    (1024, 2048, BF16),
+    (960, 576, BF16),
+    (576, 1536, BF16),
+    (2048, 2048, FP16),
+    (2048, 8192, FP16),
+    (2048, 2048, FP32),
+    (2048, 8192, FP32),
+]
 
 
 def matrices(rows: int, columns: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -45,19 +54,17 @@ def compare(rows: int, columns: int, width: int, dtype: torch.dtype, pdl: bool) 
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_every_row_count_in_bfloat16(rows, nan_memory):
-    for pdl in CHAINED:
-        compare(rows, 1000, 1000, BF16, pdl)
+    compare(rows, 1000, 1000, BF16, PDL)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize(("columns", "width"), SIZES)
+@pytest.mark.parametrize(("columns", "width", "dtype"), SIZES)
 def test_matmuls_of_real_models(columns, width, dtype, nan_memory):
-    for rows in (1, 2, 4, 8, 16):
+    for rows in (1, 4, 16):
         compare(rows, columns, width, dtype, PDL)
 
 
 def test_lm_head_of_a_large_vocabulary(nan_memory):
-    for rows in (1, 3, 16):
+    for rows in (1, 16):
         x, gain, weight, _, _ = matrices(rows, 151936, 1024, BF16)
         out = triton_ops.norm_linear(x, gain, 1e-6, weight, pdl=PDL)
         assert relative_error(out, reference.norm_linear(x.float(), gain.float(), 1e-6, weight.float())) < 1e-2
@@ -130,13 +137,12 @@ def test_attention_writes_one_token_a_row_and_never_reads_stale_nan(
     case.qkv[1] = float("nan")
     ref, *expected = attend(reference, wide(case))
     for kwargs in ({}, {"num_splits": 1}, {"num_splits": 16}, {"split_size": 256}):
-        for pdl in CHAINED:
-            out, *caches = attend(triton_ops, case, pdl=pdl, **kwargs)
-            assert relative_error(out, ref) < TOLERANCE[dtype], (kwargs, pdl)
-            assert (out[1] == 0).all()
-            for cache, right in zip(caches, expected, strict=True):
-                assert torch.equal(cache.isnan(), right.isnan())
-                assert relative_error(cache.nan_to_num(), right.nan_to_num()) < TOLERANCE[dtype]
+        out, *caches = attend(triton_ops, case, pdl=PDL, **kwargs)
+        assert relative_error(out, ref) < TOLERANCE[dtype], kwargs
+        assert (out[1] == 0).all()
+        for cache, right in zip(caches, expected, strict=True):
+            assert torch.equal(cache.isnan(), right.isnan())
+            assert relative_error(cache.nan_to_num(), right.nan_to_num()) < TOLERANCE[dtype]
 
 
 def test_attention_equals_rope_and_write_then_decode_attention():
@@ -223,7 +229,7 @@ class Chain:
 
 
 @pytest.mark.skipif(not PDL, reason="needs programmatic dependent launch")
-@pytest.mark.parametrize(("rows", "norm"), [(1, True), (2, False), (3, False), (8, True), (16, False)])
+@pytest.mark.parametrize(("rows", "norm"), [(1, True), (3, False), (16, False)])
 def test_a_chain_in_a_graph_is_bit_for_bit_the_same_with_dependent_launch(rows, norm):
     chain = Chain(rows, norm)
     graphs = {}
