@@ -280,4 +280,6 @@ def test_no_row_count_and_no_metadata_alignment_compiles_anew():
                 attend(triton_ops, case, num_splits=splits)
     new = {name: count - before[name] for name, count in compiled().items()}
     # Rows padded to 1, 2, 4, 8, 16; three uses of dot; one split writes the result itself.
-    assert new == {"_skinny_whole": 5, "_skinny_dot": 3, "_fused_split": 2, "_fused_reduce": 1}, new
+    most = {"_skinny_whole": 5, "_skinny_dot": 3, "_fused_split": 2, "_fused_reduce": 1}
+    # Fewer where a test before this one has compiled the same; one more would be a count that compiles anew.
+    assert all(new[name] <= most[name] for name in most), new
