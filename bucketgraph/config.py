@@ -152,9 +152,8 @@ class InputSpec(Model):
     dtype: Literal[DTYPES]  # type: ignore[valid-type]
     pad: Annotated[int | float | str, BeforeValidator(_pad)] = "zero"
     range: tuple[StrictInt, StrictInt] | None = None  # legal integer values, low to high (exclusive): for self-checks
-    inert: StrictBool = (
-        False  # padding may hold any legal value without a change in the result; self-checks hold it to that
-    )
+    # Padding may hold any legal value without a change in the result; self-checks hold it to that.
+    inert: StrictBool = False
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -319,12 +318,10 @@ class BucketSet(PhaseSpec):
     phases: dict[StrictStr, PhaseSpec] | None = None  # prefill and decode
     kv_cache: KVCacheSpec | None = None
     max_model_len: StrictInt | None = Field(default=None, ge=1)
-    numerics: Literal["fast", "invariant"] = (
-        "fast"  # of an LLM: invariant makes a request's bits its own, phase by phase
-    )
-    quiet: Literal["count", "warn", "raise"] = (
-        "count"  # what a compile, a new memory segment or a sync after warm-up does
-    )
+    # Of an LLM: invariant makes a request's bits its own, phase by phase.
+    numerics: Literal["fast", "invariant"] = "fast"
+    # What a compile, a new memory segment or a sync after warm-up does.
+    quiet: Literal["count", "warn", "raise"] = "count"
     _source: str = PrivateAttr(default="bucket set")  # the file it came from
 
     @property
@@ -390,6 +387,8 @@ def _check_llm(phases: Mapping[str, PhaseSpec]) -> None:
         for axis in needed:
             if axis not in phase.axes:
                 raise ValueError(f"phases.{name}.axes.{axis} is missing")
+        if "outputs_are" in phase.model_fields_set:
+            raise ValueError(f"phases.{name}.outputs_are: an LLM's results are its caller's own, and not configured")
         if phase.inputs or phase.outputs or phase.work:
             raise ValueError(f"phases.{name}: inputs, outputs and work are the model's own and not configured")
         phase.lattice()

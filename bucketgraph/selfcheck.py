@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bucketgraph.buckets import Bucket
 from bucketgraph.errors import CaptureError
-from bucketgraph.slots import padded, unpad
+from bucketgraph.slots import Slot, unpad
 
 if TYPE_CHECKING:
     from bucketgraph.manager import BucketManager, Captured
@@ -94,10 +94,22 @@ def _check_sizes(manager: BucketManager, captured: Captured, sizes: Mapping[str,
 def _require_filled(captured: Captured, inputs: Mapping[str, Tensor]) -> None:
     """Every byte of every slot is what its rule says, though all of them were poison before."""
     for slot in captured.inputs.slots:
-        expected = padded(slot, inputs[slot.name].cpu(), captured.bucket)
+        expected = _expected(slot, inputs[slot.name].cpu(), captured.bucket)
         held = captured.inputs.views[slot.name].cpu()
-        if not torch.equal(_bytes(held), _bytes(expected)):
+        if not same_bits(held, expected):
             raise CaptureError(f"input {slot.name} still holds what was there before it was filled")
+
+
+def _expected(slot: Slot, source: Tensor, bucket: Bucket) -> Tensor:
+    """What the slot's rule says, in other words than `fill`: a check that shared its code would share its faults."""
+    shape = slot.shape(bucket.as_dict())
+    if slot.pad is None:  # each index beyond the last real one reads that one
+        for dim, size in enumerate(shape):
+            source = source.index_select(dim, torch.arange(size).clamp(max=source.shape[dim] - 1))
+        return source
+    made = torch.full(shape, slot.pad, dtype=slot.dtype)
+    made[tuple(slice(size) for size in source.shape)] = source
+    return made
 
 
 def _require_inert(
@@ -123,7 +135,7 @@ def _require_inert(
             corner.copy_(inputs[slot.name])
             view.copy_(other)
         for name, tensor in _real(manager, manager.check_outputs(captured), sizes).items():
-            if not torch.equal(_bytes(tensor), _bytes(real[name])):
+            if not same_bits(tensor, real[name]):
                 names = ", ".join(slot.name for slot in inert)
                 raise CaptureError(
                     f"output {name} depends on the padding of {names}", hint="mask the padding, or do not call it inert"
@@ -134,8 +146,12 @@ def _real(manager: BucketManager, outputs: Mapping[str, Tensor], sizes: Mapping[
     return {name: unpad(outputs[name], spec.shape, sizes).clone() for name, spec in manager.spec.outputs.items()}
 
 
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Compared as integers, so that NaN equals the same NaN."""
+    return torch.equal(_bytes(a), _bytes(b))
+
+
 def _bytes(tensor: Tensor) -> Tensor:
-    """As integers, so that NaN equals the same NaN."""
     return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
 
 

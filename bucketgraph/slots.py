@@ -149,13 +149,6 @@ def _bytes(slot: Slot, bucket: Bucket) -> int:
     return -(-prod(slot.shape(bucket.as_dict())) * slot.dtype.itemsize // _ALIGN) * _ALIGN
 
 
-def padded(slot: Slot, source: Tensor, bucket: Bucket) -> Tensor:
-    """What the slot must hold after `fill`: a new tensor of the bucket's shape, on the source's device."""
-    made = torch.empty(slot.shape(bucket.as_dict()), dtype=slot.dtype, device=source.device)
-    _write(made, source, slot.pad)
-    return made
-
-
 def _write(view: Tensor, source: Tensor, pad: int | float | None) -> None:
     """Write every element of `view` once: the real corner from `source`, the rest by the pad rule."""
     real = source.shape

@@ -181,23 +181,16 @@ def _check(manager: BucketManager, captured: Captured) -> None:
 def _where(error: BaseException) -> str:
     """The innermost place in the function's own code: the operation that failed is on that line."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
-    return (
-        f" (in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})"
-        if frames
-        else ""
-    )
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f" (in {last.name}, {Path(last.filename).name}:{last.lineno}: {last.line})"
 
 
 def _is_library(filename: str) -> bool:
-    own = Path(__file__).parent
-    inner = {
-        own / "warmup.py",
-        own / "manager.py",
-        own / "selfcheck.py",
-        own / "slots.py",
-        *own.glob("executables/*.py"),
-    }
-    return Path(filename) in inner or "site-packages" in filename or filename.startswith("<")
+    path, own = Path(filename), Path(__file__).parent
+    plumbing = path.parent == own / "executables" or path.parent == own  # the function's own code is elsewhere
+    return plumbing or "site-packages" in filename or filename.startswith("<")
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -26,7 +26,7 @@ tests follow in this order.
 | `yes` in YAML | is text, not true | raised |
 | `0100` in YAML | is text, not 64 or 100 | raised |
 | one key given twice in YAML | is refused, the last does not win | raised |
-| an LLM set's `outputs_are` | results are read at once, so it is always borrowed inside | silent |
+| an LLM set's `outputs_are` | its results are the caller's own whatever is configured | raised |
 | a prompt of one token | is a prefill, whatever its shape | counted |
 | `top_k` -1 and 0 | both keep all tokens | silent |
 | `top_p` 0 | is refused, it is not greedy | raised |
@@ -279,10 +279,10 @@ def test_the_last_of_two_equal_keys_does_not_win() -> None:
         yaml_strict.read(YAML % 4 + "name: n\n", "m.yaml")
 
 
-def test_an_llm_set_reads_results_at_once_whatever_it_says() -> None:
+def test_an_llm_set_that_configures_who_owns_its_outputs_is_refused() -> None:
     phases = {"prefill": {"axes": {"tokens": [16]}, "outputs_are": "cloned"}, "decode": {"axes": {"batch": [1]}}}
-    llm = tiny_llm(parse({"version": 1, "name": "m", "phases": phases}), warmup=False)
-    assert llm._runner.prefill_manager.spec.outputs_are == "borrowed"
+    with pytest.raises(ConfigError, match=r"phases\.prefill\.outputs_are: an LLM's results are its caller's own"):
+        parse({"version": 1, "name": "m", "phases": phases})
 
 
 # -- generation --------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch import Tensor
 from bucketgraph.errors import CaptureError
 from bucketgraph.llm.request import Request
 from bucketgraph.llm.sampling import SamplingParams
+from bucketgraph.selfcheck import same_bits
 from bucketgraph.slots import SKIP
 
 if TYPE_CHECKING:
@@ -32,15 +33,18 @@ class Examples:
         self._runner, self._cache = runner, runner.cache
         self._pages: list[int] = []  # borrowed in this step
         self._stale = torch.zeros(0, dtype=torch.bool)  # [pages, page_size] entries that must still be NaN afterwards
+        self._last: Tensor | None = None  # the cache's last page before the step: where an index of -1 would write
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """One step of warm-up: pages that its examples borrow are looked at, zeroed and given back at its end."""
+        self._last = self._cache.data[:, :, -1].clone()
         try:
             yield
             self._require_untouched()
         finally:
             self._give_back()
+            self._cache.data[:, :, -1] = self._last
 
     def prefill(self, sizes: Mapping[str, int], generator: torch.Generator) -> dict[str, Tensor]:
         """`tokens` in up to `requests` prompts; the first goes on where an earlier chunk ended, if there is room."""
@@ -101,10 +105,13 @@ class Examples:
         data[:, :, torch.tensor(self._pages, device=data.device)] = values.to(device=data.device, dtype=data.dtype)
 
     def _require_untouched(self) -> None:
-        """Raises CaptureError if page 0 or an entry that belongs to no token was written."""
+        """Raises CaptureError if page 0, the last page or an entry that belongs to no token was written."""
         data = self._cache.data
         if bool(data[:, :, 0].any()):
             raise CaptureError("page 0 of the KV cache was written, which pads block tables and belongs to nobody")
+        borrowed_last = self._cache.pages - 1 in self._pages
+        if not borrowed_last and self._last is not None and not same_bits(data[:, :, -1], self._last):
+            raise CaptureError("the last page of the KV cache was written, as an index of -1 would: it means `skip`")
         if not self._pages:
             return
         pages = torch.tensor(self._pages, device=data.device)

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from llm_cases import buckets, tiny_llm
 from torch import Tensor
 
 from bucketgraph import BucketManager, slots
 from bucketgraph.config import BucketSet, parse
+from bucketgraph.kernels import reference
 from bucketgraph.warmup import BucketReport
 
 
@@ -67,20 +69,38 @@ def test_a_fill_that_leaves_the_tail_is_caught(monkeypatch: pytest.MonkeyPatch) 
             view = view.narrow(dim, 0, size)
         view.copy_(source)
 
-    whole = slots._write
     monkeypatch.setattr(slots, "_write", only_the_corner)
-    monkeypatch.setattr(
-        "bucketgraph.selfcheck.padded",
-        lambda slot, source, bucket: _expected(whole, slot, source, bucket),
-    )
     error = checked(masked).error
     assert error is not None and "still holds what was there before" in error
 
 
-def _expected(write: Any, slot: Any, source: Tensor, bucket: Any) -> Tensor:
-    made = torch.empty(slot.shape(bucket.as_dict()), dtype=slot.dtype)
-    write(made, source, slot.pad)
-    return made
+def test_a_pad_rule_that_is_written_wrong_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = bucket_set().model_dump(exclude_unset=True)["inputs"]
+    inputs["ids"]["pad"] = "repeat_last"
+    assert checked(masked, inputs=inputs).error is None
+    monkeypatch.setattr(slots, "_repeat_last", lambda view, real: None)
+    error = checked(masked, inputs=inputs).error
+    assert error is not None and "input ids still holds what was there before" in error
+
+
+def test_a_slot_of_minus_one_taken_as_an_index_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = reference.rope_and_write
+
+    def follows_minus_one(qkv: Tensor, *args: Any) -> Tensor:
+        k_cache, v_cache = args[2], args[3]
+        rotated = right(qkv, *args)
+        if bool((args[4] < 0).any()):
+            k_cache[-1, :, -1], v_cache[-1, :, -1] = 1.0, 1.0
+        return rotated
+
+    made = buckets(tokens=[64], batch=[4], warmup={"self_check": True})
+    report = tiny_llm(made).report
+    assert report is not None and report.ok
+    monkeypatch.setattr(reference, "rope_and_write", follows_minus_one)
+    llm = tiny_llm(made)
+    assert llm.report is not None
+    assert all("last page of the KV cache was written" in str(bucket.error) for bucket in llm.report.failed)
+    assert len(llm.report.failed) == 2 and not bool(llm._runner.cache.data[:, :, -1].any())
 
 
 def test_a_write_beyond_an_input_is_caught() -> None:
