@@ -1,4 +1,4 @@
-"""The command line: `bucketgraph warmup | generate | embed | inspect | schema | demo`.
+"""The command line: `bucketgraph warmup | generate | embed | inspect | plan | schema | demo`.
 
 Rules: results go to standard output, progress and errors to standard error; an error of ours is one line and exit
 status 2; `warmup` exits 1 when a bucket failed.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from bucketgraph.config import BucketSet, load, schema
 from bucketgraph.errors import BucketGraphError, ConfigError
+from bucketgraph.planner import options as planner_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = command("inspect", _inspect, "Show what a bucket set holds.")
     inspect.add_argument("set", help="a YAML file, or the name of a ready set")
+
+    planner_options.add(command("plan", _plan, "Choose bucket sizes for traces of request lengths."))
 
     command("schema", _schema, "Print the JSON Schema of a bucket set.")
 
@@ -192,6 +195,12 @@ def _inspect(args: argparse.Namespace) -> int:
     for table in tables.set_tables(load(args.set)):
         console.print(table)
     return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from bucketgraph.planner import command
+
+    return command.run(args)
 
 
 def _schema(args: argparse.Namespace) -> int:
