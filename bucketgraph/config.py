@@ -241,7 +241,7 @@ class Warmup(Model):
 class KVCacheSpec(Model):
     """The paged KV cache of an LLM set. `memory: null` takes what the model and the device leave."""
 
-    page_size: Annotated[Literal[16, 32, 64, 128], BeforeValidator(_whole)] = 16
+    page_size: Annotated[Literal[16, 32, 64, 128], BeforeValidator(_whole)] = 64
     memory: ByteSize | None = None
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -39,6 +39,10 @@ class Captured:
     bucket: Bucket
     inputs: StaticInputs
     executable: Executable
+    fn: Callable[..., Any]  # what the executable runs: the manager's function, or the variant that was the fastest
+    variants: dict[str, tuple[Callable[..., Any], Executable]] = field(default_factory=dict)  # till one is chosen
+    variant: str | None = None  # the name of the one chosen
+    tried: dict[str, float | str] = field(default_factory=dict)  # ms of a replay of each variant, or how it failed
     seconds: float = 0.0  # warm, capture and check together
     mib: float = 0.0  # device memory that the capture took
     check: float | None = None  # largest relative error of padded replay against unpadded eager
@@ -60,6 +64,8 @@ class BucketManager:
         device: where it runs; None takes the module's device, else a GPU if there is one.
         family: what shares the graph pool; None makes a new one.
         example: makes legal inputs of given sizes for warm-up and self-check; None draws them by the set's `range`.
+        variants: functions equal to `fn` but for rounding, by name, that may serve a bucket. As graphs all of them are
+            captured and the fastest is kept; elsewhere the first one runs.
         around_step: entered around each step of warm-up, for what an example borrows.
         warmup, memory, quiet: policies where `bucket_set` is one phase and has none of its own.
         state: more tensors that the function reads, by name, where they cannot be found in the module, the attributes
@@ -77,6 +83,7 @@ class BucketManager:
         device: torch.device | str | None = None,
         family: Family | None = None,
         example: Example | None = None,
+        variants: Callable[[Bucket], Mapping[str, Callable[..., Any]]] = lambda bucket: {},
         around_step: Callable[[], AbstractContextManager[None]] = nullcontext,
         name: str | None = None,
         warmup: Warmup | None = None,
@@ -106,6 +113,7 @@ class BucketManager:
         self.slots = tuple(Slot.from_spec(name, item) for name, item in spec.inputs.items())
         self._order = {axis: position for position, axis in enumerate(self.lattice.names)}
         self._example = example
+        self._variants = variants
         self.around_step = around_step
         self._outputs = Outputs(spec.outputs, spec.outputs_are)
         self._arena: Arena | None = None
@@ -295,11 +303,16 @@ class BucketManager:
     # -- what warm-up uses -------------------------------------------------------------------------------------------
 
     def build(self, bucket: Bucket) -> Captured:
-        """Static inputs and a cold executable for one bucket."""
+        """Static inputs and cold executables for one bucket."""
         if self._arena is None:
             self._arena = Arena(self.slots, self.lattice.buckets, self.device)
         inputs = StaticInputs(self.slots, bucket, self._arena)
-        return Captured(bucket, inputs, executables.make(self.kind, self.fn, inputs.views, self.family))
+        fns = dict(self._variants(bucket)) or {"": self.fn}
+        if self.kind != "cudagraph":
+            fns = dict([next(iter(fns.items()))])
+        made = {n: (fn, executables.make(self.kind, fn, inputs.views, self.family)) for n, fn in fns.items()}
+        name, (fn, executable) = next(iter(made.items()))
+        return Captured(bucket, inputs, executable, fn, made if len(made) > 1 else {}, name or None)
 
     def example(self, sizes: Mapping[str, int], generator: torch.Generator) -> dict[str, Tensor]:
         """Made-up legal inputs of these sizes, on the CPU."""

@@ -42,12 +42,19 @@ def stats_table(phases: Iterable[Stats]) -> Table:
 
 
 def warmup_table(report: WarmupReport) -> Table:
-    columns = ("phase", "bucket", "executable", "seconds", "MiB", "check", "error")
+    columns = ("phase", "bucket", "executable", "seconds", "MiB", "check", "variant", "error")
     table = _table(f"Warm-up on {report.device}: {report.seconds:.1f} s, {report.mib:.0f} MiB", columns, columns[3:6])
     for row in report.buckets:
         check = "-" if row.check is None else f"{row.check:.1e}"
         table.add_row(
-            row.name, row.bucket, row.executable, f"{row.seconds:.2f}", f"{row.mib:.1f}", check, escape(row.error or "")
+            row.name,
+            row.bucket,
+            row.executable,
+            f"{row.seconds:.2f}",
+            f"{row.mib:.1f}",
+            check,
+            row.variant or "",
+            escape(row.error or ""),
         )
     return table
 

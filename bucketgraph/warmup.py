@@ -11,7 +11,8 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -19,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bucketgraph import selfcheck
+from bucketgraph import executables, selfcheck
 from bucketgraph.buckets import Bucket
 from bucketgraph.errors import CaptureError
+from bucketgraph.executables import Executable
 from bucketgraph.executables.family import synchronize
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ class BucketReport:
     mib: float
     check: float | None  # largest relative error against unpadded eager
     error: str | None
+    variant: str | None = None  # which of the functions that may serve the bucket does
+    variants: dict[str, float | str] = field(default_factory=dict)  # ms of a replay of each, or how it failed
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,10 @@ def warm_up(
         if only is None:
             manager.ready()
     rows = tuple(
-        BucketReport(m.name, str(c.bucket), c.executable.kind, c.seconds, c.mib, c.check, c.error) for m, c in work
+        BucketReport(
+            m.name, str(c.bucket), c.executable.kind, c.seconds, c.mib, c.check, c.error, c.variant, dict(c.tried)
+        )
+        for m, c in work
     )
     return WarmupReport(time.perf_counter() - started, str(managers[0].device), rows)
 
@@ -135,10 +142,13 @@ def _step(stage: str, manager: BucketManager, captured: Captured) -> None:
         with manager.family.turn(), manager.around_step():
             {"warm": _warm, "capture": _capture, "check": _check}[stage](manager, captured)
     except Exception as error:
-        captured.error = f"{stage}: {type(error).__name__}: {' '.join(str(error).split())[:500]}{_where(error)}"
+        captured.error = f"{stage}: {_told(error)}"
         manager.family.examine(error)
     if captured.error is not None:  # after the handler, since a traceback holds on to the function's tensors
         captured.executable.release()
+        for _, executable in captured.variants.values():
+            executable.release()
+        captured.variants.clear()
         manager.family.mib -= captured.mib
         captured.mib = 0.0
     captured.seconds += time.perf_counter() - started
@@ -146,7 +156,12 @@ def _step(stage: str, manager: BucketManager, captured: Captured) -> None:
 
 def _warm(manager: BucketManager, captured: Captured) -> None:
     _fill(manager, captured)
-    captured.executable.warm()
+    if not captured.variants:
+        captured.executable.warm()
+    for name in list(captured.variants):
+        with _attempt(manager, captured, name) as executable:
+            executable.warm()
+            synchronize(manager.device)
     synchronize(manager.device)
 
 
@@ -157,7 +172,10 @@ def _capture(manager: BucketManager, captured: Captured) -> None:
     before = _free_bytes(manager.device)
     # The arena holds another bucket's inputs by now; capture and its first replay must see legal ones.
     _fill(manager, captured)
-    captured.executable.capture()
+    if captured.variants:
+        _choose(manager, captured)
+    else:
+        captured.executable.capture()
     first_run_is_its_check = captured.executable.kind == "eager" and manager.policy.self_check
     if not first_run_is_its_check:
         manager.check_outputs(captured)
@@ -168,6 +186,37 @@ def _capture(manager: BucketManager, captured: Captured) -> None:
         raise CaptureError("over the memory budget", given=f"{captured.mib:.0f} MiB more", expected=f"{budget} bytes")
 
 
+def _choose(manager: BucketManager, captured: Captured) -> None:
+    """Capture each variant and keep the one whose replay is the shortest."""
+    times: dict[str, float] = {}
+    for name in list(captured.variants):
+        with _attempt(manager, captured, name) as executable:
+            executable.capture()
+            times[name] = executables.milliseconds(executable, manager.device)
+        for slower in sorted(times, key=times.__getitem__)[1:]:
+            captured.tried[slower] = round(times.pop(slower), 6)
+            captured.variants.pop(slower)[1].release()
+    ((captured.variant, (captured.fn, captured.executable)),) = captured.variants.items()
+    captured.tried[captured.variant] = round(times[captured.variant], 6)
+    captured.variants = {}
+
+
+@contextmanager
+def _attempt(manager: BucketManager, captured: Captured, name: str) -> Iterator[Executable]:
+    """A variant that fails costs itself, unless it is the last one."""
+    executable = captured.variants[name][1]
+    try:
+        yield executable
+    except Exception as error:
+        if len(captured.variants) == 1:
+            raise
+        manager.family.examine(error)
+        del captured.variants[name]
+        captured.tried[name] = _told(error)
+    if name not in captured.variants:  # after the handler, since a traceback holds on to the function's tensors
+        executable.release()
+
+
 def _fill(manager: BucketManager, captured: Captured) -> None:
     """Made-up inputs with padding, as calls will be: a function may take another path when nothing is padded."""
     sizes = selfcheck.inner_sizes(manager, captured.bucket)
@@ -176,6 +225,10 @@ def _fill(manager: BucketManager, captured: Captured) -> None:
 
 def _check(manager: BucketManager, captured: Captured) -> None:
     captured.check = selfcheck.check(manager, captured)
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{_where(error)}"
 
 
 def _where(error: BaseException) -> str:

@@ -401,7 +401,7 @@ def graph_equals_eager(manager: BucketManager, captured: Captured) -> bool:
     """Whether replay gives the bits that the function gives when it is called on the same static inputs."""
     with manager.family.turn():
         got = {name: tensor.clone() for name, tensor in manager.check_outputs(captured).items()}
-        want = manager._outputs.select(manager.fn(**captured.inputs.views))
+        want = manager._outputs.select(captured.fn(**captured.inputs.views))
         return all(torch.equal(got[name], want[name]) for name in got)
 
 

@@ -57,7 +57,8 @@ def ours(llm: LLM, requests: list[Request], repeats: int) -> Row:
             request.computed -= 1
     for request, token in zip(requests, first, strict=True):
         request.tokens[-1] = token
-    return {"executable": captured.serves, "gpu_ms": bench.spread(gpu), "wall_ms": bench.spread(times)}
+    chosen = {"variant": captured.variant, "variants_ms": captured.tried}
+    return {"executable": captured.serves, **chosen, "gpu_ms": bench.spread(gpu), "wall_ms": bench.spread(times)}
 
 
 def first_step(llm: LLM, requests: list[Request]) -> tuple[bool, Tensor]:
@@ -245,7 +246,8 @@ def measure_batch(
             bench.let_go(llm, requests)
         judge(row, gate)
         rows.append(row)
-        print(f"  {shape}, batch {batch}, {numerics}, {sampling}: {row['gpu_ms']}, wall {row['wall_ms']}", flush=True)
+        name = f"{shape}, batch {batch}, {numerics}, {sampling}"
+        print(f"  {name}: {row['gpu_ms']}, wall {row['wall_ms']}, {row['variants_ms']}", flush=True)
     return rows
 
 

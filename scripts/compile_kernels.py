@@ -28,6 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bucketgraph.kernels import triton_ops
 from bucketgraph.kernels.matmul import Phase
@@ -83,6 +84,8 @@ def describe(case: str, kernel: JITFunction[Any], args: tuple[Any, ...], kwargs:
             signature[parameter.name] = TYPES[value.dtype]
             if not parameter.do_not_specialize_on_alignment:
                 attrs[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
         elif isinstance(value, int):
             assert parameter.do_not_specialize, (
                 f"{kernel.fn.__name__}: {parameter.name} would compile anew for each class"
@@ -101,9 +104,13 @@ def attention(op: str, dim: int, page: int, dtype: torch.dtype, heads: int, kv_h
     table = torch.zeros(requests, 4096 // page, dtype=torch.int32)
     lens = torch.zeros(requests, dtype=torch.int32)
     if op == "decode":
-        triton_ops.decode_attention(q, cache, cache, table, lens, 1.0)
+        qkv, slots = torch.empty(rows, (heads + 2 * kv_heads) * dim, dtype=dtype), lens.long()
+        args = (qkv, lens, torch.empty(4, dim), cache, cache, slots, table, lens, heads, 1.0)
+        for norm, pdl in ((None, False), (torch.empty(dim, dtype=dtype), True)):
+            triton_ops.decode_attention(*args, norm, norm, pdl=pdl)
     else:
-        triton_ops.prefill_attention(q, cache, cache, table, lens, lens, 1.0)
+        for tma in (False, *(page % 64 == 0 and dim in (64, 128) and dtype != torch.float32) * (True,)):
+            triton_ops.prefill_attention(q, cache, cache, table, lens, lens, 1.0, tma=tma)
 
 
 def rope(dim: int, page: int, dtype: torch.dtype, norm: bool) -> None:
@@ -117,7 +124,7 @@ def rope(dim: int, page: int, dtype: torch.dtype, norm: bool) -> None:
 def norms(width: int, dtype: torch.dtype) -> None:
     x, weight = torch.empty(2, width, dtype=dtype), torch.empty(width, dtype=dtype)
     triton_ops.rms_norm(x, weight, 1e-6)
-    triton_ops.rms_norm(x, weight, 1e-6, x)
+    triton_ops.rms_norm(x, weight, 1e-6, pdl=True)
 
 
 def matmul(columns: int, width: int, dtype: torch.dtype, phase: Phase) -> None:
@@ -145,17 +152,6 @@ def skinny(rows: int, sizes: tuple[int, int, int, int], vocab: int, dtype: torch
     triton_ops.norm_gate_up(x, gain, 1e-5, new(2 * gated, hidden), pdl=pdl)
     triton_ops.linear_add(new(rows, gated), new(hidden, gated), x, pdl=pdl)
     triton_ops.norm_linear(x, gain, 1e-5, new(vocab, hidden), pdl=pdl)
-
-
-def fused(dim: int, page: int, dtype: torch.dtype, heads: int, kv_heads: int, rows: int, pdl: bool) -> None:
-    cache = torch.empty(2, kv_heads, page, dim, dtype=dtype)
-    index, slots = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
-    table, angles = torch.zeros(rows, 4096 // page, dtype=torch.int32), torch.empty(4, dim)
-    qkv = torch.empty(rows, (heads + 2 * kv_heads) * dim, dtype=dtype)
-    for norm in (None, torch.empty(dim, dtype=dtype)):
-        triton_ops.decode_attention_fused(
-            qkv, index, angles, cache, cache, slots, table, index, heads, 1.0, norm, norm, pdl=pdl
-        )
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -187,8 +183,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             name = f"linear {dtype} {columns}x{width} {phase}"
             yield name, lambda n=columns, k=width, t=dtype, p=phase: matmul(n, k, t, p)
     for model, sizes, vocab, counts in (
-        ("1B", (2048, 8192, 3072, 2048), 128256, (1, 2, 4, 8)),
-        ("8B", (4096, 14336, 6144, 4096), 128256, (1, 4, 16)),
+        ("1B", (2048, 8192, 3072, 2048), 128256, (1, 2, 8, 64)),
+        ("8B", (4096, 14336, 6144, 4096), 128256, (1, 4, 16, 64)),
         ("0.6B", (1024, 3072, 4096, 2048), 151936, (1, 8)),
         ("135M", (576, 1536, 960, 576), 49152, (1, 8)),
     ):
@@ -202,17 +198,6 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             f"skinny {dtype} 1B B={rows}{' pdl' if pdl else ''}",
             lambda b=rows, t=dtype, p=pdl: skinny(b, (2048, 8192, 3072, 2048), 128256, t, p),
         )
-    for dim, page, heads, kv_heads in (
-        (64, 16, 32, 8),
-        (64, 16, 9, 3),
-        (128, 16, 32, 8),
-        (128, 64, 16, 8),
-        (96, 16, 32, 32),
-    ):
-        for rows, pdl in ((1, True), (1, False), (64, True)):
-            name = f"fused bf16 D={dim} page={page} {heads}/{kv_heads} B={rows}{' pdl' if pdl else ''}"
-            yield name, lambda d=dim, p=page, h=heads, k=kv_heads, b=rows, x=pdl: fused(d, p, bf16, h, k, b, x)
-    yield "fused fp32 D=128 B=1 pdl", lambda: fused(128, 16, fp32, 32, 8, 1, True)
     for width, dtype in ((8192, bf16), (1536, bf16), (8192, fp32)):
         yield (
             f"swiglu {dtype} F={width}",

@@ -59,12 +59,13 @@ def kernel_caught(fault: KernelFault) -> str | None:
 
 def _kernel(name: str) -> int:
     """In the process of its own: put the faulty source in the kernel's place, and run the guard. 1 is red, 0 green."""
-    places: Sequence[int] = range(len(kernels.KERNELS))
+    names = [kernel.name for kernel in kernels.KERNELS]
+    places: Sequence[int] = range(len(names))
     for fault in KERNEL_FAULTS:
         if fault.id == name:
             _import_faulty(fault)
-            places = [fault.kernel]
-    step = len(kernels.KERNELS)
+            places = [names.index(fault.kernel)]
+    step = len(names)
     seeds = [place + step * turn for place in places for turn in range(KERNEL_ROUNDS if len(places) == 1 else 2)]
     check = GUARDS["interp_exact"]
     for seed in seeds:
@@ -99,12 +100,11 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def seeded_faults(setting: Setting) -> Trial:
+def seeded_faults(every: Sequence[Fault | KernelFault]) -> Trial:
     """One fault a seed, after its guard was green without it."""
     guards: dict[str, str | None] = {}
 
     def trial(seed: int) -> None:
-        every: list[Fault | KernelFault] = [*FAULTS, *KERNEL_FAULTS]
         fault = every[seed % len(every)]
         if isinstance(fault, KernelFault):
             if "interp_exact" not in guards:
@@ -126,12 +126,21 @@ def seeded_faults(setting: Setting) -> Trial:
 CHECKS = (
     Check(
         "seeded_faults",
-        "every seeded fault turns its guard red",
-        len(FAULTS) + len(KERNEL_FAULTS),
-        seeded_faults,
+        "every seeded fault of the Python side and the twins turns its guard red",
+        len(FAULTS),
+        lambda setting: seeded_faults(FAULTS),
         share=3,
         workers=3,
         fixed=True,
+    ),
+    Check(
+        "kernel_faults",
+        "every seeded fault of a kernel's source turns its guard red, in the interpreter",
+        len(KERNEL_FAULTS),
+        lambda setting: seeded_faults(KERNEL_FAULTS),
+        workers=2,
+        fixed=True,
+        unable=kernels.no_interpreter,
     ),
 )
 
@@ -149,8 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.kernel:
         return _kernel(options.kernel)
-    trial, missed = seeded_faults(Setting(torch.device("cpu"))), []
-    for seed, fault in enumerate([*FAULTS, *KERNEL_FAULTS]):
+    every, missed = [*FAULTS, *KERNEL_FAULTS], []
+    trial = seeded_faults(every)
+    for seed, fault in enumerate(every):
         if options.only and fault.id not in options.only:
             continue
         started, said = time.perf_counter(), "caught"

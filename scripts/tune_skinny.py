@@ -44,15 +44,18 @@ STREAMED = 256 * 2**20  # bytes of distinct weights a graph reads: five times an
 MAX_COPIES = 256
 TOLERANCE = 1e-2
 DOT_TILES: tuple[Tile, ...] = (
-    (16, 128, 2, 5),
     (16, 256, 2, 4),
     (16, 256, 4, 4),
     (16, 512, 4, 3),
-    (32, 128, 4, 4),
-    (32, 256, 4, 3),
-    (32, 256, 8, 3),
+    (32, 128, 4, 5),
+    (32, 256, 4, 4),
+    (64, 64, 4, 6),
+    (64, 128, 4, 3),
     (64, 128, 4, 4),
     (64, 128, 8, 4),
+    (128, 64, 4, 4),
+    (128, 64, 8, 4),
+    (128, 128, 8, 3),
 )
 
 
@@ -112,12 +115,12 @@ def ops(shapes: list[str], rows: list[int]) -> Iterator[Op]:
 
 
 def candidates(op: Op) -> list[Tile]:
-    """The heuristic's tile first; whole rows with 32 to 128 weights a thread, and the loop's tiles from two rows on."""
+    """The heuristic's tile first; whole rows with 32 to 256 weights a thread, and the loop's tiles from two rows on."""
     found = [op.heuristic()]
     block_k = max(triton.next_power_of_2(op.width), 128)
     for block_n, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16)):
         a_thread = block_n * block_k * (1 + op.gated) / (32 * warps)
-        most = 128 if op.rows == 1 else 64
+        most = 256 if op.rows == 1 else 128
         if op.rows <= 8 and 32 <= a_thread <= most and op.columns >= 66 * block_n:
             found.append((block_n, block_k, warps, 0))
     if op.rows > 1:

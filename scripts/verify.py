@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from seeded_faults import CHECKS as FAULTS
-from verify import calls, kernels, lives, phases, plans, tampers
+from verify import calls, kernels, lives, phases, plans, sanitizer, tampers
 from verify.core import Check, Result, Setting, Workers, run, table, versions
 
 CHECKS: tuple[Check, ...] = (
@@ -29,6 +29,7 @@ CHECKS: tuple[Check, ...] = (
     *calls.CHECKS,
     *tampers.CHECKS,
     *FAULTS,
+    *sanitizer.CHECKS,
 )
 MANY_CORES = 8  # then host checks run beside those of the device
 
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.getLogger("bucketgraph").setLevel(logging.ERROR)  # ways out are provoked by the thousand
     torch.set_num_threads(1)  # small matrices: threads cost more than they bring
+    if options.sanitized:
+        return sanitizer.run_part(options.sanitized)
     if options.worker:
         return _work(options.worker)
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,7 +79,7 @@ def run_all(
     beside: dict[str, Workers] = {}
     if (os.cpu_count() or 1) >= MANY_CORES:
         for check in checks:
-            if check.workers:
+            if check.workers and not check.unable(setting):
                 seeds = range(seed, seed + check.seeds(setting, scale))
                 beside[check.name] = Workers(
                     check, seeds, check.workers, None if total is None or check.fixed else 0.85 * total
@@ -89,8 +92,8 @@ def run_all(
         left = None if total is None or check.fixed else (started + total - now) * check.share / shares
         shares -= check.share
         seeds = range(seed, seed + check.seeds(setting, scale))
-        if check.needs_gpu and not setting.on_gpu:
-            results[check.name] = Result(check.name, check.says, 0, not_run=check.needs_gpu)
+        if reason := check.unable(setting):
+            results[check.name] = Result(check.name, check.says, 0, not_run=reason)
         elif check.environment:
             results[check.name] = Workers(check, seeds, 1, left).result()
         else:
@@ -149,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="write the report")
     parser.add_argument("--minutes", type=float, help="stop each check early so that the run takes so long")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--sanitized", help=argparse.SUPPRESS)
     return parser
 
 

@@ -1,8 +1,14 @@
-"""Paged split-KV decode attention: one query row per request, all query heads of a KV head in one tile.
+"""Split-KV paged decode attention that rotates q and k itself and writes the new k and v on its way.
 
-The grid is (rows, KV heads, splits), fixed by the bucket; lengths are read on the device. An empty split leaves after
-writing a sum of 0, and the reduction never reads the output that it did not write. A row of length 0 becomes zeros.
-With `split_size` the split boundaries are multiples of it, so a row's bits do not depend on batch or table width.
+Grid: rows, KV heads and splits, fixed by the bucket; lengths are read on the device. Every program rotates the queries
+of its KV head. The one whose split holds the last position rotates the new k, writes k and v at the row's slot and
+starts its running softmax from them, in registers; the others, and its own loop, read only positions before it, so
+nothing depends on the order of programs. A slot of -1 writes nothing, and the new token is attended all the same; a row
+of length 0 reads and writes nothing and becomes zeros. The program of a row and KV head that finishes last, by a
+counter, merges the splits; in their order, so that no bit depends on which it is.
+
+In a chain (`pdl.py`) lengths, positions, tables and past K and V are read before the wait: a step's own kernels write
+none of them, but for the new token's slot, which is read from registers.
 """
 
 from __future__ import annotations
@@ -13,30 +19,69 @@ import triton.language as tl
 from torch import Tensor
 
 from . import checks
+from . import pdl as chain
 from .paging import FLOOR, tile_pages, tile_pointers
 
 # Programs to aim for: two for each of the 132 SMs of an H200, so that one's loads hide the other's softmax.
 TARGET_PROGRAMS = 264
 MAX_SPLITS = 128
-REDUCE_BLOCK = 16
+
+
+@triton.jit
+def _rotated(source, norm, cos, sin, mask, eps, D: tl.constexpr, D_PAD: tl.constexpr, NORM: tl.constexpr):
+    """Rows of one head dimension at pointers `source [M, 1]`, normed if asked and rotated; in the dtype they have."""
+    d = tl.arange(0, D_PAD)
+    # The half that rotation mixes in comes from a second load of the same lines: no data moves between threads.
+    other = tl.where(d < D // 2, d + D // 2, d - D // 2)
+    x = tl.load(source + d[None, :], mask=mask, other=0.0)
+    z = tl.load(source + other[None, :], mask=mask, other=0.0)
+    if NORM:
+        a = x.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(a * a, 1) / D + eps)[:, None]
+        w = tl.load(norm + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        w_other = tl.load(norm + other, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        x = ((a * inverse).to(x.dtype).to(tl.float32) * w).to(x.dtype)
+        z = ((z.to(tl.float32) * inverse).to(x.dtype).to(tl.float32) * w_other).to(x.dtype)
+    return (x.to(tl.float32) * cos[None, :] + z.to(tl.float32) * sin[None, :]).to(x.dtype)
+
+
+@triton.jit
+def _attend_tile(queries, k, v, live, m, total, acc, scale):
+    """One step of the running softmax over a tile of K and V."""
+    s = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+    s = tl.where(live[None, :], s, FLOOR)
+    m_new = tl.maximum(m, tl.max(s, 1))
+    p = tl.exp2(s - m_new[:, None])
+    alpha = tl.exp2(m - m_new)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return m_new, total * alpha + tl.sum(p, 1), acc
 
 
 @triton.jit(
-    do_not_specialize=["table_width", "split_size"],
-    do_not_specialize_on_alignment=["block_tables", "kv_lens"],
+    do_not_specialize=["table_width", "split_size", "splits"],
+    do_not_specialize_on_alignment=["positions", "slot_mapping", "block_tables", "kv_lens"],
 )
-def _decode_split(
-    q,
+def _decode(
+    qkv,  # [B, (HQ + 2 HK) * D]
+    positions,
+    cos_sin,
     k_cache,
     v_cache,
+    slot_mapping,
     block_tables,
     kv_lens,
-    out,  # [B, Hq, splits, D]: float32 partial sums, or with DIRECT the result
-    part_max,  # [B, Hq, splits]
+    q_norm,
+    k_norm,
+    out,  # [B, HQ, D]
+    part_out,  # [B, HQ, splits, D] float32, and what follows [B, HQ, splits]; with SPLIT
+    part_max,
     part_sum,
+    counters,  # [B * head blocks] zeros; with SPLIT
     scale,
+    eps,
     table_width,
     split_size,
+    splits,
     HQ: tl.constexpr,
     HK: tl.constexpr,
     D: tl.constexpr,
@@ -45,95 +90,157 @@ def _decode_split(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    DIRECT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MEMBERS: tl.constexpr,  # heads of a block, padded to a power of two
+    MERGED: tl.constexpr,  # splits merged at once
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(2), tl.num_programs(2)
+    chain.launch_dependents(PDL)
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     GROUP: tl.constexpr = HQ // HK
     BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
-    kv_head = tl.program_id(1) // BLOCKS
-    member = tl.program_id(1) % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
+    kv_head, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
+    member = block * BLOCK_M + tl.arange(0, BLOCK_M)
     in_group = member < GROUP
     d = tl.arange(0, D_PAD)
-    in_tile = in_group[:, None] & (d < D)[None, :]
+    in_dim = d < D
+    in_tile = in_group[:, None] & in_dim[None, :]
     head = row * HQ + kv_head * GROUP + member
-    part = head * splits + split
 
     length = tl.load(kv_lens + row)
+    position = tl.load(positions + row).to(tl.int64)
+    slot = tl.load(slot_mapping + row)
     per_split = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
     per_split = tl.where(split_size > 0, split_size, per_split)
     begin = split * per_split
     end = tl.minimum(begin + per_split, length)
-    if begin >= end:
-        if DIRECT:
-            tl.store(out + head[:, None] * D + d[None, :], tl.zeros([BLOCK_M, D_PAD], out.dtype.element_ty), in_tile)
-        else:
-            tl.store(part_max + part, tl.full([BLOCK_M], FLOOR, tl.float32), mask=in_group)
-            tl.store(part_sum + part, tl.zeros([BLOCK_M], tl.float32), mask=in_group)
-        return
-
-    queries = tl.load(q + head[:, None] * D + d[None, :], mask=in_tile, other=0.0)
-    m = tl.full([BLOCK_M], FLOOR, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    stop = tl.minimum(end, length - 1)  # of what is read from the cache
     table = block_tables + row * table_width
     pages = tile_pages(table, begin, table_width, PAGE, BLOCK_N)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        # Masked at the load, since stale entries may be NaN and 0 * NaN is NaN.
-        live = start + tl.arange(0, BLOCK_N) < end
-        mask = live[:, None] & (d < D)[None, :]
+    angle = cos_sin + position * D + tl.where(d < D // 2, d, d - D // 2)
+    cos = tl.load(angle, mask=in_dim, other=0.0)
+    sin = tl.load(angle + D // 2, mask=in_dim, other=0.0) * tl.where(d < D // 2, -1.0, 1.0)
+    # Masked at the load, since stale entries may be NaN and 0 * NaN is NaN.
+    live = begin + tl.arange(0, BLOCK_N) < stop
+    mask = live[:, None] & in_dim[None, :]
+    k = tl.load(tile_pointers(k_cache, pages, begin, kv_head, HK, PAGE, D, D_PAD, BLOCK_N), mask=mask, other=0.0)
+    v = tl.load(tile_pointers(v_cache, pages, begin, kv_head, HK, PAGE, D, D_PAD, BLOCK_N), mask=mask, other=0.0)
+    pages = tile_pages(table, begin + BLOCK_N, table_width, PAGE, BLOCK_N)
+    chain.wait(PDL)
+    if begin >= end:
+        if split == 0:
+            tl.store(out + head[:, None] * D + d[None, :], tl.zeros([BLOCK_M, D_PAD], out.dtype.element_ty), in_tile)
+        return
+
+    heads = qkv + row * ((HQ + 2 * HK) * D)
+    queries = _rotated(
+        heads + ((kv_head * GROUP + member) * D)[:, None], q_norm, cos, sin, in_tile, eps, D, D_PAD, NORM
+    )
+
+    # The new token as a tile of equal rows: the softmax starts from it without a change of layout.
+    owner = end == length
+    fresh = (member >= tl.where(owner, 0, 1 << 30))[:, None] & in_dim[None, :]
+    same = tl.zeros([BLOCK_M, 1], tl.int32)
+    k_new = _rotated(heads + (HQ + kv_head) * D + same, k_norm, cos, sin, fresh, eps, D, D_PAD, NORM)
+    v_new = tl.load(heads + (HQ + HK + kv_head) * D + same + d[None, :], mask=fresh, other=0.0)
+    cell = ((slot // PAGE * HK + kv_head) * PAGE + slot % PAGE) * D
+    # Once: by the block that holds the first head of the group.
+    write = (member == tl.where(owner & (slot >= 0), 0, -1))[:, None] & in_dim[None, :]
+    tl.store(k_cache + cell + same + d[None, :], k_new, mask=write)
+    tl.store(v_cache + cell + same + d[None, :], v_new, mask=write)
+    score = tl.sum(queries.to(tl.float32) * k_new.to(tl.float32), 1) * scale
+    m = tl.where(owner, score, FLOOR)
+    total = tl.zeros([BLOCK_M], tl.float32) + tl.where(owner, 1.0, 0.0)
+    acc = v_new.to(tl.float32)
+
+    if begin < stop:
+        m, total, acc = _attend_tile(queries, k, v, live, m, total, acc, scale)
+    for start in tl.range(begin + BLOCK_N, stop, BLOCK_N, num_stages=STAGES):
+        live = start + tl.arange(0, BLOCK_N) < stop
+        mask = live[:, None] & in_dim[None, :]
         k = tl.load(tile_pointers(k_cache, pages, start, kv_head, HK, PAGE, D, D_PAD, BLOCK_N), mask=mask, other=0.0)
         v = tl.load(tile_pointers(v_cache, pages, start, kv_head, HK, PAGE, D, D_PAD, BLOCK_N), mask=mask, other=0.0)
         pages = tile_pages(table, start + BLOCK_N, table_width, PAGE, BLOCK_N)
-        s = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
-        s = tl.where(live[None, :], s, FLOOR)
-        m_new = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp2(s - m_new[:, None])
-        alpha = tl.exp2(m - m_new)
-        total = total * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-        m = m_new
+        m, total, acc = _attend_tile(queries, k, v, live, m, total, acc, scale)
 
-    if DIRECT:
+    used = tl.cdiv(length, per_split)
+    if (not SPLIT) or used == 1:
         tl.store(out + head[:, None] * D + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=in_tile)
     else:
-        tl.store(out + part[:, None] * D + d[None, :], acc, mask=in_tile)
+        part = head * splits + split
+        tl.store(part_out + part[:, None] * D + d[None, :], acc, mask=in_tile)
         tl.store(part_max + part, m, mask=in_group)
         tl.store(part_sum + part, total, mask=in_group)
+        counter = counters + row * (HK * BLOCKS) + tl.program_id(1)
+        tl.debug_barrier()  # all threads' parts, before one thread says so
+        if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+            first = row * HQ + kv_head * GROUP + block * BLOCK_M
+            _merge(
+                part_out,
+                part_max,
+                part_sum,
+                out,
+                first,
+                GROUP - block * BLOCK_M,
+                splits,
+                used,
+                D,
+                D_PAD,
+                MEMBERS,
+                MERGED,
+            )
+            tl.store(counter, 0)
 
 
-@triton.jit(do_not_specialize=["splits"])
-def _decode_reduce(
-    part_out, part_max, part_sum, out, splits, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_S: tl.constexpr
+@triton.jit
+def _merge(
+    part_out,
+    part_max,
+    part_sum,
+    out,
+    first,
+    heads,
+    splits,
+    used,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    MERGED: tl.constexpr,
 ):
-    head = tl.program_id(0).to(tl.int64)
+    """`used` of the `splits` of up to MEMBERS heads from `first`, into `out`."""
+    member = tl.arange(0, MEMBERS)
     d = tl.arange(0, D_PAD)
-    m = tl.full((), FLOOR, tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    acc = tl.zeros([D_PAD], tl.float32)
-    for first in tl.range(0, splits, BLOCK_S):
-        split = first + tl.arange(0, BLOCK_S)
-        inside = split < splits
-        part = head * splits + split
+    head = first + member
+    present = member < heads
+    m = tl.full([MEMBERS], FLOOR, tl.float32)
+    total = tl.zeros([MEMBERS], tl.float32)
+    acc = tl.zeros([MEMBERS, D_PAD], tl.float32)
+    for low in tl.range(0, used, MERGED):
+        split = low + tl.arange(0, MERGED)
+        inside = (split < used)[:, None] & present[None, :]
+        part = head[None, :] * splits + split[:, None]
         maxima = tl.load(part_max + part, mask=inside, other=FLOOR)
         sums = tl.load(part_sum + part, mask=inside, other=0.0)
-        live = sums != 0.0  # true of NaN too: a NaN that the model made stays visible
+        mask = inside[:, :, None] & (d < D)[None, None, :]
+        o = tl.load(part_out + part[:, :, None] * D + d[None, None, :], mask=mask, other=0.0)
         m_new = tl.maximum(m, tl.max(maxima, 0))
-        weight = tl.where(live, tl.exp2(maxima - m_new), 0.0)
+        weight = tl.exp2(maxima - m_new[None, :])
         alpha = tl.exp2(m - m_new)
-        mask = live[:, None] & (d < D)[None, :]
-        o = tl.load(part_out + part[:, None] * D + d[None, :], mask=mask, other=0.0)
-        acc = acc * alpha + tl.sum(o * weight[:, None], 0)
+        acc = acc * alpha[:, None] + tl.sum(o * weight[:, :, None], 0)
         total = total * alpha + tl.sum(sums * weight, 0)
         m = m_new
-    acc = acc / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + head * D + d, acc.to(out.dtype.element_ty), mask=d < D)
+    acc = acc / tl.where(present, total, 1.0)[:, None]
+    mask = present[:, None] & (d < D)[None, :]
+    tl.store(out + head[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
 def decode_tile(dtype: torch.dtype, padded_dim: int) -> tuple[int, int]:
     """(BLOCK_N, stages): a function of dtype and head dimension alone, so that bits do not move with the bucket."""
     if dtype == torch.float32:
         return 32, 2
-    return (64, 3) if padded_dim <= 128 else (32, 3)
+    # At most 48 KiB of shared memory, as `pdl.py` asks.
+    return (64, 3) if padded_dim <= 64 else (64, 2) if padded_dim <= 128 else (16, 3)
 
 
 def decode_splits(rows: int, head_blocks: int, capacity: int, block_n: int) -> int:
@@ -144,58 +251,96 @@ def decode_splits(rows: int, head_blocks: int, capacity: int, block_n: int) -> i
 
 
 def decode_attention(
-    q: Tensor,
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    slot_mapping: Tensor,
     block_tables: Tensor,
     kv_lens: Tensor,
+    num_heads: int,
     scale: float,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
     num_splits: int | None = None,
     split_size: int = 0,
+    counters: Tensor | None = None,
+    *,
+    pdl: bool = False,
 ) -> Tensor:
-    """Attention of `q [B, Hq, D]` over each row's first `kv_lens [B]` int32 tokens; `[B, Hq, D]`, zeros for length 0.
+    """`rope_and_write`, then attention over the cache: `qkv [B, (Hq + 2 Hk) * D]` to `[B, Hq * D]`, any B.
 
-    Caches `[pages, Hk, page_size, D]`, `block_tables [B, W]` int32. `num_splits` (default: from B, Hk and W) cuts each
-    row's own length; `split_size > 0`, a multiple of 64, fixes the tokens of a split instead. Raises ValueError for
-    shapes, dtypes or strides that do not fit. Method: flash decoding (Dao et al., 2023) over pages (Kwon et al., 2023).
+    Row r's token is the last of its `kv_lens[r]`; `slot_mapping[r]` is where its table puts it, or negative. The other
+    arguments are as in `rope_and_write` and `prefill_attention`. `num_splits` None fills the GPU; `split_size` above 0
+    gives every split so many positions, so that bits depend on a row's length alone. `counters`: int32 zeros,
+    `[B * Hk]` or more (times the group's blocks of 64 heads), which are zeros again afterwards and belong to one call
+    at a time; None makes new ones. `pdl`: as part of a chain (`pdl.py`). Raises ValueError for what does not fit.
     """
-    rows, heads, dim = q.shape
-    checks.floats(q=q, k_cache=k_cache, v_cache=v_cache)
+    rows, width = qkv.shape
+    _, kv_heads, page_size, dim = k_cache.shape
+    checks.floats(qkv=qkv, k_cache=k_cache, v_cache=v_cache)
     checks.caches(k_cache, v_cache, dim)
     padded = checks.head_dim(dim)
+    checks.vector("positions", positions, rows, torch.int32)
+    checks.vector("slot_mapping", slot_mapping, rows, torch.int64)
     checks.table("block_tables", block_tables, rows)
     checks.vector("kv_lens", kv_lens, rows, torch.int32)
-    kv_heads, page_size = k_cache.shape[1:3]
-    group = checks.group(heads, kv_heads)
-    block_n, stages = decode_tile(q.dtype, padded)
+    checks.contiguous(cos_sin=cos_sin)
+    checks.require(
+        width == (num_heads + 2 * kv_heads) * dim and cos_sin.shape[1] == dim and cos_sin.dtype == torch.float32,
+        f"decode_attention: given qkv {tuple(qkv.shape)}, cos_sin {tuple(cos_sin.shape)} {cos_sin.dtype}, "
+        f"expected rows of ({num_heads} + 2 * {kv_heads}) * {dim} and float32 rows of {dim}",
+    )
+    checks.require((q_norm is None) == (k_norm is None), "decode_attention: q_norm and k_norm come together")
+    if q_norm is not None and k_norm is not None:
+        checks.vector("q_norm", q_norm, dim, qkv.dtype)
+        checks.vector("k_norm", k_norm, dim, qkv.dtype)
     checks.require(split_size % 64 == 0 and split_size >= 0, f"split_size {split_size}: expected a multiple of 64")
+    group = checks.group(num_heads, kv_heads)
+    block_n, stages = decode_tile(qkv.dtype, padded)
     capacity = block_tables.shape[1] * page_size
     block_m = min(max(triton.next_power_of_2(group), 16), 64)
     head_blocks = kv_heads * triton.cdiv(group, block_m)
     splits = num_splits or decode_splits(rows, head_blocks, capacity, block_n)
     if split_size > 0:
         splits = triton.cdiv(capacity, split_size)
-    direct = splits == 1
-    out = torch.empty_like(q)
+    out = torch.empty((rows, num_heads * dim), dtype=qkv.dtype, device=qkv.device)
     part_out, part_max, part_sum = out, out, out
-    if not direct:
-        part_out = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=q.device)
-        # Two allocations: the half of one would be aligned or not by the batch, and alignment is part of the JIT key.
-        part_max = torch.empty((rows, heads, splits), dtype=torch.float32, device=q.device)
+    if splits > 1:
+        part_out = torch.empty((rows, num_heads, splits, dim), dtype=torch.float32, device=qkv.device)
+        part_max = torch.empty((rows, num_heads, splits), dtype=torch.float32, device=qkv.device)
         part_sum = torch.empty_like(part_max)
-    _decode_split[(rows, head_blocks, splits)](
-        q,
+        if counters is None:
+            counters = torch.zeros(rows * head_blocks, dtype=torch.int32, device=qkv.device)
+        checks.require(
+            counters.dtype == torch.int32 and counters.numel() >= rows * head_blocks,
+            f"counters {tuple(counters.shape)} {counters.dtype}: expected {rows * head_blocks} of int32",
+        )
+    members = min(triton.next_power_of_2(group), block_m)
+    _decode[(rows, head_blocks, splits)](
+        qkv,
+        positions,
+        cos_sin,
         k_cache,
         v_cache,
+        slot_mapping,
         block_tables,
         kv_lens,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        out,
         part_out,
         part_max,
         part_sum,
+        out if counters is None else counters,
         scale * 1.4426950408889634,
+        eps,
         block_tables.shape[1],
         split_size,
-        HQ=heads,
+        splits,
+        HQ=num_heads,
         HK=kv_heads,
         D=dim,
         D_PAD=padded,
@@ -203,11 +348,12 @@ def decode_attention(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         STAGES=stages,
-        DIRECT=direct,
-        num_warps=4,
+        SPLIT=splits > 1,
+        MEMBERS=members,
+        MERGED=min(max((8192 if members <= 4 else 4096) // (members * padded), 1), 16),
+        NORM=q_norm is not None,
+        PDL=pdl,
+        num_warps=8 if qkv.dtype == torch.float32 else 4,  # float32 in 4 warps spills at head dimension 128
+        launch_pdl=pdl,
     )
-    if not direct:
-        _decode_reduce[(rows * heads,)](
-            part_out, part_max, part_sum, out, splits, D=dim, D_PAD=padded, BLOCK_S=REDUCE_BLOCK, num_warps=4
-        )
     return out

@@ -25,6 +25,7 @@ def _linear(
     x,
     weight,
     bias,
+    residual,
     y,
     rows,
     N: tl.constexpr,
@@ -34,6 +35,7 @@ def _linear(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     row_blocks, col_blocks = tl.cdiv(rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -55,7 +57,10 @@ def _linear(
         acc = tl.dot(a, b, acc, input_precision="ieee")
     if BIAS:
         acc += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + row[:, None] * N + col[None, :], acc.to(y.dtype.element_ty), mask=in_rows & in_cols)
+    target = row[:, None] * N + col[None, :]
+    if RESIDUAL:
+        acc += tl.load(residual + target, mask=in_rows & in_cols, other=0.0).to(tl.float32)
+    tl.store(y + target, acc.to(y.dtype.element_ty), mask=in_rows & in_cols)
 
 
 def linear_tile(dtype: torch.dtype, phase: Phase) -> tuple[int, int, int, int, int]:
@@ -65,19 +70,25 @@ def linear_tile(dtype: torch.dtype, phase: Phase) -> tuple[int, int, int, int, i
     return (16, 16, 256, 4, 4) if phase == "decode" else (128, 128, 64, 8, 3)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, phase: Phase) -> Tensor:
-    """`x [T, K] @ weight [N, K].T + bias [N]` as `[T, N]`; sums in float32, rounded once.
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *, phase: Phase
+) -> Tensor:
+    """`x [T, K] @ weight [N, K].T + bias [N] + residual [T, N]` as `[T, N]`; sums in float32, rounded once.
 
-    A row of the result depends on that row of `x`, the weights and `phase` alone. Raises ValueError for dtypes, shapes
-    or strides that do not fit.
+    A row of the result depends on that row of `x` and `residual`, the weights and `phase` alone. Raises ValueError for
+    dtypes, shapes or strides that do not fit.
     """
     rows, width = x.shape
     columns = weight.shape[0]
-    checks.floats(x=x, weight=weight, bias=weight if bias is None else bias)
+    checks.floats(
+        x=x, weight=weight, bias=weight if bias is None else bias, residual=x if residual is None else residual
+    )
     checks.require(
-        weight.shape[1] == width and (bias is None or tuple(bias.shape) == (columns,)),
-        f"linear: given x {tuple(x.shape)}, weight {tuple(weight.shape)}, "
-        f"bias {None if bias is None else tuple(bias.shape)}, expected [T, K], [N, K], [N]",
+        weight.shape[1] == width
+        and (bias is None or tuple(bias.shape) == (columns,))
+        and (residual is None or tuple(residual.shape) == (rows, columns)),
+        f"linear: given x {tuple(x.shape)}, weight {tuple(weight.shape)}, bias {_shape(bias)}, "
+        f"residual {_shape(residual)}, expected [T, K], [N, K], [N], [T, N]",
     )
     block_m, block_n, block_k, warps, stages = linear_tile(x.dtype, phase)
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
@@ -85,6 +96,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, phase: Phas
         x,
         weight,
         weight if bias is None else bias,
+        x if residual is None else residual,
         y,
         rows,
         N=columns,
@@ -94,7 +106,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, phase: Phas
         BLOCK_K=block_k,
         GROUP=GROUP,
         BIAS=bias is not None,
+        RESIDUAL=residual is not None,
         STAGES=stages,
         num_warps=warps,
     )
     return y
+
+
+def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape)

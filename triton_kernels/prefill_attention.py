@@ -11,9 +11,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import checks
 from .paging import FLOOR, tile_pages, tile_pointers
+from .pdl import pdl_supported
 
 SEARCH = 128  # request slots per step of the owner search
 
@@ -38,6 +40,8 @@ def _walk(
     position,  # of each row's query
     k_cache,
     v_cache,
+    k_rows,  # descriptors of the caches as `[pages * HK * PAGE, D]`, with TMA
+    v_rows,
     table,
     width,
     kv_head,
@@ -51,6 +55,7 @@ def _walk(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     DIAGONAL: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """Online softmax over the KV positions `begin .. end`; only on the DIAGONAL are some hidden from some rows."""
     in_dim = tl.arange(0, D_PAD) < D
@@ -63,6 +68,10 @@ def _walk(
             # Masked at the load, since stale entries may be NaN and 0 * NaN is NaN.
             k = tl.load(k_tile, mask=(column < end)[:, None] & in_dim[None, :], other=0.0)
             v = tl.load(v_tile, mask=(column < end)[:, None] & in_dim[None, :], other=0.0)
+        elif TMA:
+            row = (pages * HK + kv_head) * PAGE + start % PAGE
+            k = k_rows.load([row, 0])
+            v = v_rows.load([row, 0])
         elif D == D_PAD:
             k = tl.load(k_tile)
             v = tl.load(v_tile)
@@ -91,6 +100,8 @@ def _prefill(
     q,
     k_cache,
     v_cache,
+    k_rows,
+    v_rows,
     block_tables,
     query_ends,
     kv_lens,
@@ -108,6 +119,7 @@ def _prefill(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     SEARCH: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     GROUP: tl.constexpr = HQ // HK
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -144,27 +156,23 @@ def _prefill(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     acc, m, total = _walk(
-        acc, m, total, queries, position, k_cache, v_cache, table, table_width, kv_head, scale, 0, whole,
-        HK, D, D_PAD, PAGE, BLOCK_N, STAGES, False,
+        acc, m, total, queries, position, k_cache, v_cache, k_rows, v_rows, table, table_width, kv_head, scale,
+        0, whole, HK, D, D_PAD, PAGE, BLOCK_N, STAGES, False, TMA,
     )  # fmt: skip
     acc, m, total = _walk(
-        acc, m, total, queries, position, k_cache, v_cache, table, table_width, kv_head, scale, whole, seen,
-        HK, D, D_PAD, PAGE, BLOCK_N, STAGES, True,
+        acc, m, total, queries, position, k_cache, v_cache, k_rows, v_rows, table, table_width, kv_head, scale,
+        whole, seen, HK, D, D_PAD, PAGE, BLOCK_N, STAGES, True, False,
     )  # fmt: skip
     tl.store(out + cell, (acc / total[:, None]).to(out.dtype.element_ty), mask=in_tile)
 
 
-def prefill_tile(dtype: torch.dtype, padded_dim: int, tokens: int, heads: int) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, warps, stages). Few tokens take the smaller tile, so that more programs share the GPU."""
+def prefill_tile(dtype: torch.dtype, padded_dim: int) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, warps, stages): of dtype and head dimension alone, so that no bit moves with the bucket."""
     if dtype == torch.float32:
         # Exact float32 products use no tensor cores; the operands live in registers, so more warps avoid spills.
         return 32, 32, 16 if padded_dim > 64 else 8, 2
-    if padded_dim > 128:
-        return 64, 32, 8, 2
-    if tokens * heads < 128 * 132:
-        return 64, 64, 4, 3
-    # Four warps hold a 128 x 128 accumulator only with spills.
-    return 128, 64, 8 if padded_dim == 128 else 4, 3
+    # 64 rows: four warps hold a 128 x 128 accumulator only with spills, and eight are slower.
+    return (64, 32, 8, 2) if padded_dim > 128 else (64, 64, 4, 3)
 
 
 def prefill_attention(
@@ -175,13 +183,17 @@ def prefill_attention(
     query_ends: Tensor,
     kv_lens: Tensor,
     scale: float,
+    *,
+    tma: bool | None = None,
+    tile: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
     """Causal attention of packed rows `q [T, Hq, D]` over their requests' pages; `[T, Hq, D]`, zeros in pad rows.
 
     Request r owns rows `query_ends[r-1] .. query_ends[r]`, the last of its `kv_lens[r]` tokens. `query_ends [R]` and
     `kv_lens [R]` are int32; padded request slots repeat the last end and have length 0. Caches are
-    `[pages, Hk, page_size, D]`, `block_tables [R, W]` int32. Raises ValueError for shapes, dtypes or strides that do
-    not fit. Method: FlashAttention-2 (Dao, 2023) with grouped heads in the tile.
+    `[pages, Hk, page_size, D]`, `block_tables [R, W]` int32. `tma`: whole tiles of K and V through tensor descriptors,
+    which needs pages of whole tiles; None where the device has them. `tile` overrides `prefill_tile`. Raises ValueError
+    for shapes, dtypes or strides that do not fit. Method: FlashAttention-2 (Dao, 2023) with grouped heads in the tile.
     """
     tokens, heads, dim = q.shape
     requests = query_ends.shape[0]
@@ -194,15 +206,25 @@ def prefill_attention(
     checks.require(scale > 0, f"scale {scale}: expected a positive number")
     kv_heads, page_size = k_cache.shape[1:3]
     group = checks.group(heads, kv_heads)
-    block_m, block_n, warps, stages = prefill_tile(q.dtype, padded, tokens, heads)
+    block_m, block_n, warps, stages = tile or prefill_tile(q.dtype, padded)
     block_m = max(block_m, triton.next_power_of_2(group))
     checks.require(group <= 128, f"{heads} query heads on {kv_heads} KV heads: expected at most 128 to one")
+    fits = page_size % block_n == 0 and dim == padded and q.dtype != torch.float32 and k_cache.numel() // dim < 2**31
+    if tma is None:
+        tma = fits and pdl_supported(q.device)  # the same devices have both
+    checks.require(
+        fits or not tma, f"tma: pages of {page_size} are not whole tiles of {block_n} x {padded} half floats"
+    )
+    k_rows = TensorDescriptor.from_tensor(k_cache.view(-1, dim), [block_n, dim]) if tma else k_cache
+    v_rows = TensorDescriptor.from_tensor(v_cache.view(-1, dim), [block_n, dim]) if tma else v_cache
     out = torch.empty_like(q)
     blocks = tokens // (block_m // group) + requests + 1
     _prefill[(blocks * kv_heads,)](
         q,
         k_cache,
         v_cache,
+        k_rows,
+        v_rows,
         block_tables,
         query_ends,
         kv_lens,
@@ -220,6 +242,7 @@ def prefill_attention(
         BLOCK_N=block_n,
         STAGES=stages,
         SEARCH=SEARCH,
+        TMA=tma,
         num_warps=warps,
     )
     return out

@@ -21,16 +21,13 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """RMS norm of `x [T, H]`; with `residual`, of `x + residual`, which is returned too as `(y, new_residual)`.
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
+    """RMS norm of `x [T, H]`; `pdl` here and below is how a GPU launches, which does not change the result.
 
     Normalised in float32, rounded to the dtype, then multiplied by `weight`: the order of transformers' LlamaRMSNorm.
     """
-    if residual is not None:
-        x = x + residual
     wide = _wide(x)
-    y = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
-    return y if residual is None else (y, x)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
 def rope_and_write(
@@ -55,7 +52,6 @@ def rope_and_write(
 
     def rotate(x: Tensor, norm: Tensor | None) -> Tensor:
         normed = x if norm is None else rms_norm(x, norm, eps)
-        assert isinstance(normed, Tensor)
         x1, x2 = _wide(normed).chunk(2, dim=-1)
         return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
@@ -120,17 +116,15 @@ def _causal_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return torch.cat(blocks, dim=1).transpose(0, 1)
 
 
-def decode_attention(
+def _attend_decode(
     q: Tensor,  # [B, Hq, D]
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,  # [B, W] int32
     kv_lens: Tensor,  # [B] int32; 0 gives a row of zeros
     scale: float,
-    num_splits: int | None = None,
-    split_size: int = 0,
 ) -> Tensor:
-    """Attention of one query row per request over its pages. `num_splits` and `split_size` do not change the result."""
+    """Attention of one query row per request over its pages."""
     out = torch.zeros_like(q)
     kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
     for row, (table, kv_len) in enumerate(zip(block_tables, kv_lens.tolist(), strict=True)):
@@ -143,13 +137,15 @@ def decode_attention(
     return out
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, phase: str) -> Tensor:
-    """`x [T, K] @ weight [N, K].T + bias [N]`, a fixed number of rows at a time, so that a row's bits do not depend on
-    how many there are. `phase` (prefill or decode) picks the tile of the kernel and nothing here.
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *, phase: str
+) -> Tensor:
+    """`x [T, K] @ weight [N, K].T + bias [N] + residual [T, N]`, a fixed number of rows at a time, so that a row's bits
+    do not depend on how many there are. `phase` (prefill or decode) picks the tile of the kernel and nothing here.
     """
     whole = F.pad(x, (0, 0, 0, -x.shape[0] % BLOCK))
-    parts = [F.linear(rows, weight, bias) for rows in whole.split(BLOCK)]
-    return torch.cat(parts)[: x.shape[0]]
+    product = torch.cat([F.linear(rows, weight, bias) for rows in whole.split(BLOCK)])[: x.shape[0]]
+    return product if residual is None else product + residual
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -167,10 +163,8 @@ def norm_linear(
     *,
     pdl: bool = False,
 ) -> Tensor:
-    """RMS norm, then a matmul; `pdl` here and below is how a GPU launches, which does not change the result."""
-    normed = rms_norm(residual, norm_weight, eps)
-    assert isinstance(normed, Tensor)
-    return F.linear(normed, weight, bias)
+    """RMS norm, then a matmul."""
+    return F.linear(rms_norm(residual, norm_weight, eps), weight, bias)
 
 
 def linear_add(
@@ -198,7 +192,7 @@ def norm_gate_up(
     return swiglu(norm_linear(residual, norm_weight, eps, gate_up))
 
 
-def decode_attention_fused(
+def decode_attention(
     qkv: Tensor,  # [B, (Hq + 2 Hk) * D]
     positions: Tensor,  # [B] int32
     cos_sin: Tensor,  # [max_pos, D] float32
@@ -214,10 +208,14 @@ def decode_attention_fused(
     eps: float = 1e-6,
     num_splits: int | None = None,
     split_size: int = 0,
+    counters: Tensor | None = None,
     *,
     pdl: bool = False,
 ) -> Tensor:
-    """`rope_and_write`, then `decode_attention` as `[B, Hq * D]`; an unwritten token is attended, too."""
+    """`rope_and_write`, then attention of the row over its pages as `[B, Hq * D]`; an unwritten token is attended, too.
+
+    How the kernel splits a row (`num_splits`, `split_size`, `counters`) does not change the result.
+    """
     page_size = k_cache.shape[2]
     last = (kv_lens.long() - 1).clamp_min(0)
     page = block_tables.gather(1, (last // page_size)[:, None])[:, 0].long()
@@ -228,7 +226,7 @@ def decode_attention_fused(
     if bool(((written < 0) & (attended >= 0)).any()):
         k_cache, v_cache = k_cache.clone(), v_cache.clone()
         rope_and_write(qkv, positions, cos_sin, k_cache, v_cache, attended, *args)
-    return decode_attention(q, k_cache, v_cache, block_tables, kv_lens, scale).flatten(1)
+    return _attend_decode(q, k_cache, v_cache, block_tables, kv_lens, scale).flatten(1)
 
 
 def pdl_supported(device: torch.device | str) -> bool:

@@ -1,9 +1,10 @@
-"""Matmuls of 1 to 16 rows, with the norm before them or the addition after them: how a decode layer reads its weights.
+"""Matmuls of 1 to 64 rows, with the norm before them or the addition after them: how a decode layer reads its weights.
 
-Few rows: a program owns BN whole weight rows, all of their loads in flight before it waits for its predecessor. More
-rows: `tl.dot` over K with the rows padded to 16, weights asked into L2 before the wait and read once for all rows; a
-row's bits do not depend on the others there. Rounds where the chain of separate kernels rounds (normed row, matmul,
-silu, sum): only the order of float32 sums differs. `pdl.py` has the rules of `pdl=True`.
+Few rows: a program owns BN whole weight rows, all of their loads in flight before it waits for its predecessor, and
+norms x itself. More rows: x is normed once by a kernel of its own, then `tl.dot` over K with the rows padded to 16, 32
+or 64, weights asked into L2 before the wait and read once for all rows; a row's bits do not depend on the others there.
+Rounds where the chain of separate kernels rounds (normed row, matmul, silu, sum): only the order of float32 sums
+differs. `pdl.py` has the rules of `pdl=True`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from . import checks
 from . import pdl as chain
+from .rms_norm import rms_norm
 
-MAX_ROWS = 16
+MAX_ROWS = 64
 MAX_WIDTH = 32768
 WHOLE_ROWS = 4  # up to as many rows a program holds its weights in registers
 WHOLE_WIDTH = 16384  # and up to this K
-FILL = 264  # programs to aim for: two for each of the 132 SMs of an H200
 RESIDENT = 396  # programs of the dot form on those SMs at once
 PREFETCH = 24 * 2**20  # bytes of weights asked into L2 early: half of it
 
@@ -90,22 +91,19 @@ def _skinny_whole(
 
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_dot(
-    x,
-    norm,
-    weight,
-    bias,
-    residual,
-    y,
+    x,  # [rows, K]
+    weight,  # [N, K], GATED: [2 N, K]
+    bias,  # [N]
+    residual,  # [rows, N], may be y
+    y,  # [rows, N]
     rows,
-    eps,
     N: tl.constexpr,
     K: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,  # `rows` padded to 16, 32 or 64
     LINES: tl.constexpr,  # 128-byte lines of each weight row that are asked into L2 early
     STAGES: tl.constexpr,
-    NORM: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
@@ -113,52 +111,47 @@ def _skinny_dot(
 ):
     chain.launch_dependents(PDL)
     dtype: tl.constexpr = y.dtype.element_ty
-    row = tl.arange(0, 16)
+    row = tl.arange(0, ROWS)
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     in_rows, in_cols = row < rows, col < N
-    first = col.to(tl.int64) * K
+    first = tl.minimum(col, N - 1).to(tl.int64) * K  # a column that is not there reads the last one's weights
     if PDL:
         PER_LINE: tl.constexpr = 1024 // dtype.primitive_bitwidth
         line = tl.minimum(tl.arange(0, LINES) * PER_LINE, K - 1)
-        near = weight + tl.minimum(col, N - 1).to(tl.int64)[:, None] * K + line[None, :]
+        near = weight + first[:, None] + line[None, :]
         chain.prefetch(near)
         if GATED:
             chain.prefetch(near + N * K)
     chain.wait(PDL)
 
-    if NORM:
-        squares = tl.zeros([16, CHUNK], tl.float32)
-        c = tl.arange(0, CHUNK)
-        for start in tl.static_range(0, K, CHUNK):
-            in_chunk = in_rows[:, None] & (c < K - start)[None, :]
-            v = tl.load(x + row[:, None] * K + start + c[None, :], mask=in_chunk, other=0.0).to(tl.float32)
-            squares += v * v
-        inverse = tl.rsqrt(tl.sum(squares, 1) / K + eps)
-
+    # Weights times x and not the other way: then a tile of weights is the operand with 64 rows that Hopper's matrix
+    # instruction reads from shared memory.
     k = tl.arange(0, BK)
     x_tile = x + row[:, None] * K + k[None, :]
-    w_tile = weight + first[None, :] + k[:, None]
-    acc = tl.zeros([16, BN], tl.float32)
-    acc_up = tl.zeros([16, BN], tl.float32)
+    w_tile = weight + first[:, None] + k[None, :]
+    acc = tl.zeros([BN, ROWS], tl.float32)
+    acc_up = tl.zeros([BN, ROWS], tl.float32)
     for start in tl.range(0, K, BK, num_stages=STAGES):
-        inside = k < K - start
-        a = tl.load(x_tile + start, mask=in_rows[:, None] & inside[None, :], other=0.0)
-        mask = inside[:, None] & in_cols[None, :]
-        w = tl.load(w_tile + start, mask=mask, other=0.0)
-        if NORM:
-            gain = tl.load(norm + start + k, mask=inside, other=0.0).to(tl.float32)
-            a = (a.to(tl.float32) * inverse[:, None]).to(dtype).to(tl.float32)
-            a = (a * gain[None, :]).to(dtype)
-        acc = tl.dot(a, w, acc, input_precision="ieee")
+        if K % BK == 0:
+            v = tl.load(x_tile + start, mask=in_rows[:, None], other=0.0)
+            w = tl.load(w_tile + start)
+        else:
+            inside = k < K - start
+            v = tl.load(x_tile + start, mask=in_rows[:, None] & inside[None, :], other=0.0)
+            w = tl.load(w_tile + start, mask=inside[None, :], other=0.0)
+        acc = tl.dot(w, tl.trans(v), acc, input_precision="ieee")
         if GATED:
-            w_up = tl.load(w_tile + N * K + start, mask=mask, other=0.0)
-            acc_up = tl.dot(a, w_up, acc_up, input_precision="ieee")
+            if K % BK == 0:
+                w_up = tl.load(w_tile + N * K + start)
+            else:
+                w_up = tl.load(w_tile + N * K + start, mask=inside[None, :], other=0.0)
+            acc_up = tl.dot(w_up, tl.trans(v), acc_up, input_precision="ieee")
     if GATED:
         acc = _silu_times(acc, acc_up, dtype)
     if BIAS:
-        acc += tl.load(bias + col, mask=in_cols, other=0.0).to(tl.float32)[None, :]
-    target = row[:, None] * N + col[None, :]
-    inside_y = in_rows[:, None] & in_cols[None, :]
+        acc += tl.load(bias + col, mask=in_cols, other=0.0).to(tl.float32)[:, None]
+    target = row[None, :] * N + col[:, None]
+    inside_y = in_rows[None, :] & in_cols[:, None]
     if RESIDUAL:
         added = tl.load(residual + target, mask=inside_y, other=0.0).to(tl.float32)
         acc = acc.to(dtype).to(tl.float32) + added
@@ -173,19 +166,27 @@ def _floor(n: int) -> int:
 def skinny_tile(rows: int, columns: int, width: int, dtype: torch.dtype, fused: bool) -> Tile:
     """(BN, BK, warps, stages) for `[rows, width] @ [columns, width].T`; `fused`: two such matrices in one tile.
 
-    Whole rows: about 8192 weights a program, 64 a thread (32 in float32), but programs for every SM first. With `dot`:
-    wide tiles where the columns allow, since each program reads and norms all of x.
+    Fitted to `scripts/tune_skinny.py` on an H200, Llama-3.2-1B, Llama-3.1-8B, Qwen3-0.6B and SmolLM2-135M. Whole rows:
+    about 16,384 weights a program, 128 a thread, but three programs for every SM first (one of a tiny matrix). With
+    `dot`: wide tiles where the columns allow, since each program reads all of x.
     """
     both, single = 1 + fused, dtype == torch.float32
     if rows <= WHOLE_ROWS and width <= WHOLE_WIDTH:
         block_k = max(triton.next_power_of_2(width), 128)
-        block_n = min(_floor(columns // FILL), _floor(8192 // (block_k * both)), 16)
-        threads = block_n * block_k * both // (32 if single else 64)
-        return block_n, block_k, min(max(threads // 32, 1), 16 if single else 8), 0
+        programs = 384 if columns >= 1024 else 132
+        block_n = min(_floor(columns // programs), _floor(16384 // (block_k * both)), 8 // both)
+        a_thread = 32 if single else 64 if block_k >= 8192 or rows > 1 else 128
+        return block_n, block_k, min(max(block_n * block_k * both // a_thread // 32, 1), 16), 0
     if single:
         return 16, 64, 4, 3
-    block_n = next((n for n in (64, 32) if columns * both // n >= FILL), 16)
-    return max(block_n // both, 16), 256 if block_n == 16 and not fused else 128, 4, 4
+    if rows > 16:
+        return (64, 64, 4, 6) if columns * both >= 16384 else (64, 128, 4, 4)
+    # At most 48 KiB of shared memory, as `pdl.py` asks.
+    if fused:
+        return 32, 64, 4, 4
+    if columns >= 16384:
+        return 64, 64, 4, 4
+    return (32, 256, 4, 3) if width >= 8192 else (16, 256, 2, 4)
 
 
 def _skinny(
@@ -203,36 +204,41 @@ def _skinny(
     (rows, width), columns = x.shape, y.shape[1]
     block_n, block_k, warps, stages = tile or skinny_tile(rows, columns, width, x.dtype, gated)
     grid = (triton.cdiv(columns, block_n),)
-    tensors = (
-        x,
-        weight if norm is None else norm,
-        weight,
-        weight if bias is None else bias,
-        y if residual is None else residual,
-        y,
-    )
-    flags = {"NORM": norm is not None, "BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated}
-    shape = {"N": columns, "K": width, "BN": block_n, "BK": block_k, "PDL": pdl}
+    flags = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated, "PDL": pdl}
+    shape = {"N": columns, "K": width, "BN": block_n, "BK": block_k}
+    tensors = weight, weight if bias is None else bias, y if residual is None else residual, y
     if stages == 0:
-        padded = triton.next_power_of_2(rows)
-        _skinny_whole[grid](*tensors, rows, eps, **shape, ROWS=padded, **flags, num_warps=warps, launch_pdl=pdl)
-    else:
-        chunk = min(triton.next_power_of_2(width), warps * 128)  # 64 elements of x a thread
-        # Bounded over the programs that run at once: lines that L2 drops before their use would be read twice.
-        share = PREFETCH // min(grid[0], RESIDENT) // (block_n * (1 + gated) * 128)
-        lines = min(triton.next_power_of_2(triton.cdiv(width * x.element_size(), 128)), _floor(share))
-        _skinny_dot[grid](
+        _skinny_whole[grid](
+            x,
+            weight if norm is None else norm,
             *tensors,
             rows,
             eps,
             **shape,
-            CHUNK=chunk,
-            LINES=lines,
-            STAGES=stages,
+            ROWS=triton.next_power_of_2(rows),
+            NORM=norm is not None,
             **flags,
             num_warps=warps,
             launch_pdl=pdl,
         )
+        return y
+    if norm is not None:  # once, and not by every program
+        x = rms_norm(x, norm, eps, pdl=pdl)
+    # Bounded over the programs that run at once: lines that L2 drops before their use would be read twice.
+    share = PREFETCH // min(grid[0], RESIDENT) // (block_n * (1 + gated) * 128)
+    lines = min(triton.next_power_of_2(triton.cdiv(width * x.element_size(), 128)), _floor(share))
+    _skinny_dot[grid](
+        x,
+        *tensors,
+        rows,
+        **shape,
+        ROWS=max(16, triton.next_power_of_2(rows)),
+        LINES=lines,
+        STAGES=stages,
+        **flags,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )
     return y
 
 
@@ -257,7 +263,7 @@ def norm_linear(
     pdl: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """`rms_norm(residual [B, H]) @ weight [N, H].T + bias [N]` as `[B, N]`, for B of 1 to 16.
+    """`rms_norm(residual [B, H]) @ weight [N, H].T + bias [N]` as `[B, N]`, for B of 1 to 64.
 
     `pdl`: as part of a chain (`pdl.py`). `tile` overrides `skinny_tile`. Raises ValueError for what does not fit.
     """
@@ -283,7 +289,7 @@ def linear_add(
     pdl: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """`residual [B, N] + x [B, K] @ weight [N, K].T` as `[B, N]`, B to 16; into `out`, maybe `residual` itself.
+    """`residual [B, N] + x [B, K] @ weight [N, K].T` as `[B, N]`, B to 64; into `out`, maybe `residual` itself.
 
     `pdl`: as part of a chain (`pdl.py`). `tile` overrides `skinny_tile`. Raises ValueError for what does not fit.
     """
@@ -305,7 +311,7 @@ def norm_gate_up(
     pdl: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """`silu(n @ gate.T) * (n @ up.T)` as `[B, F]` of `n = rms_norm(residual [B, H])` and `gate_up [2 F, H]`; B to 16.
+    """`silu(n @ gate.T) * (n @ up.T)` as `[B, F]` of `n = rms_norm(residual [B, H])` and `gate_up [2 F, H]`; B to 64.
 
     `pdl`: as part of a chain (`pdl.py`). `tile` overrides `skinny_tile`. Raises ValueError for what does not fit.
     """

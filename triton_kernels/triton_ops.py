@@ -1,7 +1,6 @@
 """The Triton kernels under the names and signatures of `reference`."""
 
 from .decode_attention import decode_attention
-from .decode_fused import decode_attention_fused
 from .matmul import linear
 from .pdl import pdl_supported
 from .prefill_attention import prefill_attention
@@ -13,7 +12,6 @@ from .swiglu import swiglu
 
 __all__ = [
     "decode_attention",
-    "decode_attention_fused",
     "linear",
     "linear_add",
     "norm_gate_up",

@@ -8,6 +8,7 @@ any. Executables of one `Family` share a pool and a stream, so their replays nev
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from bucketgraph.executables.cudagraph import CudaGraph
 from bucketgraph.executables.eager import Eager
 from bucketgraph.executables.family import Family
 
-__all__ = ["Executable", "Family", "make", "resolve"]
+__all__ = ["Executable", "Family", "make", "milliseconds", "resolve"]
 
 
 class Executable(Protocol):
@@ -44,6 +45,21 @@ def resolve(kind: ExecutableKind, device: torch.device) -> str:
     if kind == "cudagraph" and device.type != "cuda":
         raise ConfigError("executable cudagraph needs a CUDA device", given=device, hint="use auto, compiled or eager")
     return kind
+
+
+def milliseconds(executable: Executable, device: torch.device, rounds: int = 3, replays: int = 8) -> float:
+    """GPU time of one replay in ms: the shortest of `rounds` averages over `replays` in a row."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+    with torch.cuda.device(device):
+        for _ in range(2):
+            executable.replay()
+        events[0].record()
+        for event in events[1:]:
+            for _ in range(replays):
+                executable.replay()
+            event.record()
+        events[-1].synchronize()
+    return float(min(start.elapsed_time(end) for start, end in pairwise(events)) / replays)
 
 
 def make(kind: str, fn: Callable[..., Any], inputs: Mapping[str, Tensor], family: Family) -> Executable:

@@ -8,11 +8,12 @@ the KV split has a fixed size, too: then a row's bits depend on its request alon
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,11 +21,13 @@ from bucketgraph import kernels
 from bucketgraph.config import InputSpec, OutputSpec
 from bucketgraph.llm.kv_cache import PagedKVCache
 from bucketgraph.llm.model_config import ModelConfig
+from bucketgraph.llm.projections import FUSED_ROWS, Fused, Invariant, Library, Projections, mixes
 from bucketgraph.llm.rope import cos_sin_table
 from bucketgraph.llm.weights import ModelWeights
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Linear = Callable[..., Tensor]
+COUNTED_ROWS = 1024  # up to as many rows decode attention has counters from the start; more take new ones each time
+
+Attend = Callable[[Tensor, int], Tensor]  # of qkv and the layer's place
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,18 @@ class LanguageModel:
         self._ops = kernels.ops(device)
         self._cos_sin = cos_sin_table(config, max_model_len, device)
         self._scale = config.head_dim**-0.5
-        self._linear: dict[str, Linear] = {"prefill": F.linear, "decode": F.linear}
+        self._pdl = self._ops.pdl_supported(device)
+        self._counters = torch.zeros(COUNTED_ROWS * config.num_heads, dtype=torch.int32, device=device)
+        self._prefill = self._decode = Projections.all(Library(self._ops))
         self._split_size = 0
+        self.mixes: Mapping[str, Projections] = {}  # of the matmuls of a few rows, for warm-up to choose from
         if numerics == "invariant":
-            self._linear = {phase: partial(self._ops.linear, phase=phase) for phase in self._linear}
+            self._prefill = Projections.all(Invariant(self._ops, "prefill"))
+            self._decode = Projections.all(Invariant(self._ops, "decode"))
             # A size of the model's, not of a batch: at most 64 splits of the longest context, in whole tiles.
             self._split_size = max(256, -(-max_model_len // 64 // 64) * 64)
+        elif device.type == "cuda":
+            self.mixes = mixes(Fused(self._ops, self._pdl), Library(self._ops))
 
     def prefill(
         self,
@@ -110,15 +119,17 @@ class LanguageModel:
     ) -> tuple[Tensor, Tensor]:
         """The next token of each request `[requests]` and its logits `[requests, vocab]`, from its last row."""
 
-        def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-            attended: Tensor = self._ops.prefill_attention(
-                q, k_cache, v_cache, block_tables, query_ends, kv_lens, self._scale
-            )
-            return attended
+        def attend(qkv: Tensor, index: int) -> Tensor:
+            k, v = self.cache.layer(index)
+            args = (positions, self._cos_sin, k, v, slot_mapping, self.config.num_heads)
+            q = self._ops.rope_and_write(qkv, *args, *self._head_norms(index))
+            attended = self._ops.prefill_attention(q, k, v, block_tables, query_ends, kv_lens, self._scale)
+            return attended.flatten(1)  # type: ignore[no-any-return]
 
-        hidden = self._layers(input_ids, positions, slot_mapping, attend, self._linear["prefill"])
+        hidden = self._layers(input_ids, attend, self._prefill)
         last = (query_ends - 1).clamp_min(0)  # an empty or padded request reads a row that is there, and is ignored
-        return self._next(hidden.index_select(0, last), kv_lens, sampling)
+        # Few rows in either phase, so the head is decode's.
+        return self._next(hidden.index_select(0, last), self._decode, kv_lens, sampling)
 
     def decode(
         self,
@@ -127,57 +138,59 @@ class LanguageModel:
         slot_mapping: Tensor,  # [batch]
         kv_lens: Tensor,  # [batch]
         block_tables: Tensor,  # [batch, width]
+        projections: Projections | None = None,
         **sampling: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """The next token of each row `[batch]` and its logits `[batch, vocab]`."""
+        projections = projections or self._decode
+        counters = self._counters if len(input_ids) <= COUNTED_ROWS else None
 
-        def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        def attend(qkv: Tensor, index: int) -> Tensor:
             attended: Tensor = self._ops.decode_attention(
-                q, k_cache, v_cache, block_tables, kv_lens, self._scale, split_size=self._split_size
-            )
-            return attended
-
-        hidden = self._layers(input_ids, positions, slot_mapping, attend, self._linear["decode"])
-        return self._next(hidden, kv_lens, sampling)
-
-    def _layers(
-        self, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, attend: Attend, linear: Linear
-    ) -> Tensor:
-        eps = self.config.rms_norm_eps
-        residual = F.embedding(input_ids, self.weights.embed)  # [rows, H]
-        update: Tensor | None = None  # what the last sublayer adds to the residual
-        for index, layer in enumerate(self.weights.layers):
-            hidden, residual = self._norm(update, residual, layer.input_norm)
-            qkv = linear(hidden, layer.qkv, layer.qkv_bias)
-            k_cache, v_cache = self.cache.layer(index)
-            q = self._ops.rope_and_write(
                 qkv,
                 positions,
                 self._cos_sin,
-                k_cache,
-                v_cache,
+                *self.cache.layer(index),
                 slot_mapping,
+                block_tables,
+                kv_lens,
                 self.config.num_heads,
-                layer.q_norm,
-                layer.k_norm,
-                eps,
+                self._scale,
+                *self._head_norms(index),
+                split_size=self._split_size,
+                counters=counters,
+                pdl=self._pdl,
             )
-            attended = attend(q, k_cache, v_cache)  # [rows, heads, D]
-            update = linear(attended.flatten(1), layer.o)
-            hidden, residual = self._norm(update, residual, layer.post_norm)
-            update = linear(self._ops.swiglu(linear(hidden, layer.gate_up)), layer.down)
-        return self._norm(update, residual, self.weights.final_norm)[0]
+            return attended
 
-    def _norm(self, update: Tensor | None, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The normed sum and the sum itself."""
+        return self._next(self._layers(input_ids, attend, projections), projections, kv_lens, sampling)
+
+    def decode_variants(self, rows: int) -> dict[str, Callable[..., Any]]:
+        """Functions equal to `decode` but for rounding, by name: what may serve a bucket of `rows`, the default first.
+
+        `fast` numerics on a GPU, and few rows; else none.
+        """
+        if rows > FUSED_ROWS:
+            return {}
+        return {name: partial(self.decode, projections=mix) for name, mix in self.mixes.items()}
+
+    def _layers(self, input_ids: Tensor, attend: Attend, by: Projections) -> Tensor:
+        """All layers' sum `[rows, H]`, before the final norm."""
         eps = self.config.rms_norm_eps
-        if update is None:
-            return self._ops.rms_norm(residual, weight, eps), residual
-        normed, total = self._ops.rms_norm(update, weight, eps, residual)
-        return normed, total
+        x = F.embedding(input_ids, self.weights.embed)
+        for index, layer in enumerate(self.weights.layers):
+            qkv = by.qkv.norm_linear(x, layer.input_norm, eps, layer.qkv, layer.qkv_bias)
+            x = by.o.linear_add(attend(qkv, index), layer.o, x)
+            x = by.down.linear_add(by.gate_up.norm_gate_up(x, layer.post_norm, eps, layer.gate_up), layer.down, x)
+        return x
 
-    def _next(self, hidden: Tensor, kv_lens: Tensor, sampling: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        logits = self._linear["decode"](hidden, self.weights.lm_head)  # [rows, vocab]; few rows in either phase
+    def _head_norms(self, index: int) -> tuple[Tensor | None, Tensor | None, float]:
+        layer = self.weights.layers[index]
+        return layer.q_norm, layer.k_norm, self.config.rms_norm_eps
+
+    def _next(self, x: Tensor, by: Projections, kv_lens: Tensor, sampling: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        weights = self.weights
+        logits = by.head.norm_linear(x, weights.final_norm, self.config.rms_norm_eps, weights.lm_head, None)
         # The position being sampled is the number of tokens before it: the same in both phases and any bucket.
         tokens: Tensor = self._ops.sample(
             logits,

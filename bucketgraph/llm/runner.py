@@ -22,6 +22,7 @@ from bucketgraph.llm.kv_cache import PagedKVCache, pages_to_fill
 from bucketgraph.llm.model import LanguageModel, Limits
 from bucketgraph.llm.request import Request
 from bucketgraph.manager import BucketManager
+from bucketgraph.selfcheck import TOLERANCE
 from bucketgraph.stats import Stats
 from bucketgraph.warmup import Progress, WarmupReport, warm_up
 
@@ -38,6 +39,9 @@ class Runner:
         # One spare column: a kernel may load the entry after the last one it needs.
         self.table_width = self.cache.pages_for(max_model_len) + 1
         self._examples = Examples(self)
+        policy = bucket_set.warmup
+        if policy.tolerance is None:
+            policy = policy.model_copy(update={"tolerance": _tolerance(model)})
         family = Family(model.weights.embed.device)
 
         def manager(name: str, phase: PhaseSpec, fn: Callable[..., object]) -> BucketManager:
@@ -47,9 +51,10 @@ class Runner:
                 phase,
                 family=family,
                 example=example,
+                variants=lambda bucket: model.decode_variants(bucket.sizes[0]) if name == "decode" else {},
                 around_step=self._examples.step,
                 name=name,
-                warmup=bucket_set.warmup,
+                warmup=policy,
                 memory=bucket_set.memory,
                 quiet=bucket_set.quiet,
             )
@@ -145,6 +150,11 @@ class Runner:
         size = self.cache.page_size
         slots: np.ndarray = request.table[positions // size].astype(np.int64) * size + positions % size
         return slots
+
+
+def _tolerance(model: LanguageModel) -> float:
+    """What the self-check allows of logits: rounding errors of layers add up as a random walk does: with its root."""
+    return TOLERANCE[model.weights.embed.dtype] * max(1.0, (model.config.num_layers / 8) ** 0.5)
 
 
 def _complete(bucket_set: BucketSet, limits: Limits) -> tuple[PhaseSpec, PhaseSpec]:

@@ -60,7 +60,7 @@ class Check:
     unit: int = 1  # cases in one seed
     share: float = 1.0  # of a run's time
     workers: int = 0  # above 0: touches no device, so it may run in so many processes beside the others
-    needs_gpu: str | None = None  # why it means nothing without one
+    unable: Callable[[Setting], str | None] = lambda setting: None  # why it cannot run here
     environment: Mapping[str, str] = field(default_factory=dict)  # needs a process of its own, with these
     fixed: bool = False  # its cases are a list: neither scale nor time cuts it short
 

@@ -158,7 +158,7 @@ _now = _gathered.format("kv_len")
 
 
 def _gather_other(length: str) -> Patch:
-    return edit(reference, "decode_attention", _now, _gathered.format(length))
+    return edit(reference, "_attend_decode", _now, _gathered.format(length))
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -267,20 +267,27 @@ class KernelFault:
     file: str  # of triton_kernels
     old: str
     new: str
-    kernel: int  # place in KERNELS
+    kernel: str  # of KERNELS
 
 
 KERNEL_FAULTS: tuple[KernelFault, ...] = (
     KernelFault("kernel-causal", "the prefill kernel's causal mask is `<`", "prefill_attention",
-                "column[None, :] <= position[:, None]", "column[None, :] < position[:, None]", 4),
+                "column[None, :] <= position[:, None]", "column[None, :] < position[:, None]", "prefill_attention"),
     KernelFault("kernel-prefill-load", "the prefill kernel loads what lies behind a request, where 0 times NaN is NaN",
-                "prefill_attention", "mask=(column < end)[:, None] & in_dim[None, :]", "mask=in_dim[None, :]", 4),
-    KernelFault("kernel-decode-mask", "the decode kernel reads one entry too many", "decode_attention",
-                "tl.arange(0, BLOCK_N) < end", "tl.arange(0, BLOCK_N) <= end", 5),
+                "prefill_attention", "mask=(column < end)[:, None] & in_dim[None, :]", "mask=in_dim[None, :]",
+                "prefill_attention"),
+    KernelFault("kernel-decode-mask", "the decode kernel reads one cached entry too many", "decode_attention",
+                "tl.arange(0, BLOCK_N) < stop", "tl.arange(0, BLOCK_N) <= stop", "decode_attention"),
     KernelFault("kernel-pad-row", "the decode kernel leaves a padded row as it was", "decode_attention",
                 "tl.zeros([BLOCK_M, D_PAD], out.dtype.element_ty), in_tile)",
-                "tl.full([BLOCK_M, D_PAD], 7.0, out.dtype.element_ty), in_tile)", 5),
-    KernelFault("kernel-slot", "the RoPE kernel writes slot -1", "rope", "slot >= 0", "slot >= -1", 1),
+                "tl.full([BLOCK_M, D_PAD], 7.0, out.dtype.element_ty), in_tile)", "decode_attention"),
+    KernelFault("kernel-decode-slot", "the decode kernel writes slot -1", "decode_attention",
+                "owner & (slot >= 0)", "owner & (slot >= -1)", "decode_attention"),
+    KernelFault("kernel-merge", "the last split is not merged", "decode_attention",
+                "inside = (split < used)", "inside = (split < used - 1)", "decode_attention"),
+    KernelFault("kernel-slot", "the RoPE kernel writes slot -1", "rope", "slot >= 0", "slot >= -1", "rope_and_write"),
     KernelFault("kernel-width", "the matmul kernel reads past the end of a row, into the next one's NaN", "matmul",
-                "mask=in_rows & inside[None, :], other=0.0", "mask=in_rows, other=0.0", 3),
+                "mask=in_rows & inside[None, :], other=0.0", "mask=in_rows, other=0.0", "linear"),
+    KernelFault("fused-norm-width", "the norm before a fused matmul divides by the padded width", "skinny",
+                "tl.sum(v * v, 0) / K", "tl.sum(v * v, 0) / BK", "norm_linear"),
 )  # fmt: skip

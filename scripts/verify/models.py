@@ -27,6 +27,7 @@ from .core import Setting, require
 VOCAB, CONTEXT, PAGES = 500, 192, 400
 LENGTHS = (1, 2, 5, 15, 16, 17, 31, 32, 33, 40, 47, 48, 49, 63, 64, 65, 80, 95, 96, 97, 127, 128, 129, 150)
 SMALL_LENGTHS = (1, 15, 17, 33, 64, 70)
+MIXES = ("fused", "library", "fused, library gate_up", "fused gate_up and head")  # of `fast` matmuls on a GPU
 STEPS = 4  # decodes that are known for each prompt
 
 # name -> tokens, requests, batch: one wide bucket; chunks and parts; a ladder; odd sizes
@@ -106,11 +107,15 @@ def prompts(setting: Setting) -> list[Prompt]:
 class World:
     """One bucket set, warm."""
 
-    def __init__(self, setting: Setting, bucket_set: BucketSet, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, setting: Setting, bucket_set: BucketSet, dtype: torch.dtype | None = None, mix: str | None = None
+    ) -> None:
         dtype = dtype or (torch.bfloat16 if setting.on_gpu else torch.float32)
         config = model_config()
         self.cache = PagedKVCache(config, PAGES, 16, dtype, setting.device)
         model = LanguageModel(config, weights(setting, dtype), self.cache, CONTEXT, bucket_set.numerics)
+        if mix in model.mixes:  # else warm-up chooses by time, and two worlds may differ
+            model.mixes = {mix: model.mixes[mix]}
         self.runner = Runner(model, bucket_set, CONTEXT)
         self.report = self.runner.warmup()
         require(self.report.ok, f"warm-up: {[bucket.error for bucket in self.report.failed]}")
@@ -188,6 +193,9 @@ def right(setting: Setting) -> Right:
 def worlds(setting: Setting, numerics: str = "invariant", executable: str = "auto") -> list[World]:
     def make() -> list[World]:
         names = ("wide", "chunks", "odd") if setting.small else ("wide", "chunks", "ladder", "odd")
-        return [World(setting, llm_set(name, numerics, executable)) for name in names]
+        return [
+            World(setting, llm_set(name, numerics, executable), mix=mix)
+            for name, mix in zip(names, MIXES, strict=False)
+        ]
 
     return setting.once(("worlds", numerics, executable), make)

@@ -283,7 +283,7 @@ CHECKS = (
         graph_equals_eager,
         unit=len(PHASES),
         share=4,
-        needs_gpu="without a GPU there is no graph to compare",
+        unable=lambda setting: None if setting.on_gpu else "without a GPU there is no graph to compare",
     ),
     Check("poison", "no byte left in arena, staging or free pages", 5_000, _twice(_poison), cpu=0.03, share=2),
     Check("neighbours", "other rows, NaN ones too", 2_000, neighbours, cpu=0.05, share=1),

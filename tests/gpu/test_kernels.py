@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_cases import COUNTS, VARIANTS, Paged, ends, forward, paged, queries, relative_error
+from kernel_cases import COUNTS, VARIANTS, Paged, decode, ends, forward, paged, queries, relative_error
 
 from bucketgraph.kernels import (
     decode_attention,
@@ -50,11 +50,6 @@ def prefill(module, case: Paged, q, query_ends):
     return module.prefill_attention(q, case.k_cache, case.v_cache, case.block_tables, query_ends, case.kv_lens, scale)
 
 
-def decode(module, case: Paged, q, **kwargs):
-    scale = q.shape[2] ** -0.5
-    return module.decode_attention(q, case.k_cache, case.v_cache, case.block_tables, case.kv_lens, scale, **kwargs)
-
-
 def wide(case: Paged) -> Paged:
     return Paged(case.k_cache.double(), case.v_cache.double(), case.block_tables, case.kv_lens)
 
@@ -93,7 +88,6 @@ def test_prefill_in_chunks_equals_prefill_at_once():
 
 
 def test_prefill_of_a_request_is_bitwise_independent_of_its_pack_and_its_bucket():
-    # 100 tokens alone take the small tile, in a bucket of 2048 the large one.
     case = paged([900, 100, 500], 8, 128, 16, BF16, DEVICE)
     q = queries(2048, 32, 128, BF16, DEVICE)
     packed = prefill(triton_ops, case, q, ends([900, 100, 500], DEVICE))[900:1000]
@@ -168,14 +162,11 @@ def test_pages_beyond_2_to_the_31_elements_are_addressed(nan_memory):
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("width", [576, 1024, 4096, 8192])
-def test_rms_norm_with_and_without_residual(width, dtype, nan_memory):
-    x, residual = torch.randn(2, 333, width, device=DEVICE).to(dtype)
+def test_rms_norm(width, dtype, nan_memory):
+    x = torch.randn(333, width, device=DEVICE).to(dtype)
     weight = torch.randn(width, device=DEVICE).to(dtype)
     ref = reference.rms_norm(x.double(), weight.double(), 1e-5)
     assert relative_error(triton_ops.rms_norm(x, weight, 1e-5), ref) < TOLERANCE[dtype]
-    out, added = triton_ops.rms_norm(x, weight, 1e-5, residual)
-    assert torch.equal(added, x + residual)
-    assert relative_error(out, reference.rms_norm(added.double(), weight.double(), 1e-5)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -279,8 +270,7 @@ def compiled() -> dict[str, int]:
         rms_norm._rms_norm,
         rope._rope_and_write,
         prefill_attention._prefill,
-        decode_attention._decode_split,
-        decode_attention._decode_reduce,
+        decode_attention._decode,
         swiglu._swiglu,
         sampling._threshold,
         sampling._tile_best,
@@ -313,11 +303,11 @@ def test_capture_and_replay_equal_the_eager_call_bit_for_bit():
     args = sampling_args(4, 1.0, 40, 0.9)
 
     def step() -> list[torch.Tensor]:
-        y, added = triton_ops.rms_norm(x, weight, 1e-5, x)
+        y = triton_ops.rms_norm(x, weight, 1e-5)
         q = triton_ops.rope_and_write(qkv, positions, cos_sin, case.k_cache, case.v_cache, slots, heads)
         o = decode(triton_ops, case, q)
         chunks = Paged(case.k_cache, case.v_cache, case.block_tables, chunk_lens)
-        return [y, added, q, o, prefill(triton_ops, chunks, q, query_ends), triton_ops.sample(logits, *args)]
+        return [y, q, o, prefill(triton_ops, chunks, q, query_ends), triton_ops.sample(logits, *args)]
 
     step()
     torch.cuda.synchronize()

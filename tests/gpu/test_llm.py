@@ -26,7 +26,7 @@ DEVICE = "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32
 STEPS = 4
 COMMON = {"_rms_norm", "_rope_and_write", "_swiglu", "_threshold", "_tile_best", "_row_best"}
-KERNELS = {"prefill": COMMON | {"_prefill"}, "decode": COMMON | {"_decode_split", "_decode_reduce"}}
+KERNELS = {"prefill": COMMON | {"_prefill"}, "decode": COMMON | {"_decode"}}
 
 
 def ids(length: int, vocab: int, seed: int = 0) -> list[int]:
@@ -149,7 +149,7 @@ def test_captured_graphs_hold_our_kernels(small: LLM) -> None:
     for phase, wanted in KERNELS.items():
         assert seen[phase], "the profiler reported no kernels at all"
         assert wanted <= seen[phase], f"{phase}: {sorted(wanted - seen[phase])} missing in {sorted(seen[phase])}"
-        other = {"_prefill", "_decode_split", "_decode_reduce"} - wanted
+        other = {"_prefill", "_decode"} - wanted
         assert not other & seen[phase], f"{phase} ran the other phase's attention"
         rows = small.stats()[phase].buckets
         assert all(row.executable == "cudagraph" for row in rows) and any(row.hits for row in rows)
@@ -172,8 +172,7 @@ def compiled() -> dict[str, int]:
         rms_norm._rms_norm,
         rope._rope_and_write,
         prefill_attention._prefill,
-        decode_attention._decode_split,
-        decode_attention._decode_reduce,
+        decode_attention._decode,
         swiglu._swiglu,
         sampling._threshold,
         sampling._tile_best,

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import Fused, fused_case, relative_error
+from kernel_cases import Fused, Paged, decode, fused_case, relative_error
 
-from bucketgraph.kernels import decode_fused, reference, skinny, triton_ops
+from bucketgraph.kernels import decode_attention, reference, rms_norm, skinny, triton_ops
 
 DEVICE = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -119,7 +119,7 @@ def attend(module, case: Fused, **kwargs):
     k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
     args = (case.qkv, case.positions, case.cos_sin, k_cache, v_cache, case.slots, case.block_tables, case.kv_lens)
     scale = case.k_cache.shape[3] ** -0.5
-    out = module.decode_attention_fused(*args, case.heads, scale, case.q_norm, case.k_norm, 1e-6, **kwargs)
+    out = module.decode_attention(*args, case.heads, scale, case.q_norm, case.k_norm, 1e-6, **kwargs)
     return out, k_cache, v_cache
 
 
@@ -145,15 +145,15 @@ def test_attention_writes_one_token_a_row_and_never_reads_stale_nan(
             assert relative_error(cache.nan_to_num(), right.nan_to_num()) < TOLERANCE[dtype]
 
 
-def test_attention_equals_rope_and_write_then_decode_attention():
+def test_the_new_token_is_what_rope_and_write_writes():
     case = fused_case([513, 64, 1, 2000], 32, 8, 128, 16, True, BF16, DEVICE)
     out, k_cache, v_cache = attend(triton_ops, case, num_splits=8)
     k_two, v_two = case.k_cache.clone(), case.v_cache.clone()
     q = triton_ops.rope_and_write(
         case.qkv, case.positions, case.cos_sin, k_two, v_two, case.slots, 32, case.q_norm, case.k_norm, 1e-6
     )
-    two = triton_ops.decode_attention(q, k_two, v_two, case.block_tables, case.kv_lens, 128**-0.5, num_splits=8)
-    assert relative_error(out, two.flatten(1)) < 4e-3
+    written = Paged(k_two, v_two, case.block_tables, case.kv_lens)
+    assert relative_error(out, decode(triton_ops, written, q, num_splits=8).flatten(1)) < 4e-3
     assert torch.equal(v_cache.nan_to_num(), v_two.nan_to_num())
     assert relative_error(k_cache.nan_to_num(), k_two.nan_to_num()) < 1e-4
 
@@ -208,7 +208,7 @@ class Chain:
         x = torch.nn.functional.embedding(self.ids, self.embed)
         for (qkv, o, gate_up, down), case in zip(self.layers, self.cases, strict=True):
             projected = ops.norm_linear(x, self.gain, 1e-5, qkv, pdl=pdl)
-            attended = ops.decode_attention_fused(
+            attended = ops.decode_attention(
                 projected,
                 case.positions,
                 case.cos_sin,
@@ -257,7 +257,7 @@ def test_a_chain_in_a_graph_is_bit_for_bit_the_same_with_dependent_launch(rows, 
 
 
 def compiled() -> dict[str, int]:
-    kernels = (skinny._skinny_whole, skinny._skinny_dot, decode_fused._fused_split, decode_fused._fused_reduce)
+    kernels = (skinny._skinny_whole, skinny._skinny_dot, decode_attention._decode, rms_norm._rms_norm)
     return {k.fn.__name__: sum(len(cache[0]) for cache in k.device_caches.values()) for k in kernels}
 
 
@@ -280,6 +280,6 @@ def test_no_row_count_and_no_metadata_alignment_compiles_anew():
                 attend(triton_ops, case, num_splits=splits)
     new = {name: count - before[name] for name, count in compiled().items()}
     # Rows padded to 1, 2, 4, 8, 16; three uses of dot; one split writes the result itself.
-    most = {"_skinny_whole": 5, "_skinny_dot": 3, "_fused_split": 2, "_fused_reduce": 1}
+    most = {"_skinny_whole": 5, "_skinny_dot": 3, "_decode": 2, "_rms_norm": 1}
     # Fewer where a test before this one has compiled the same; one more would be a count that compiles anew.
     assert all(new[name] <= most[name] for name in most), new

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import ends, paged, queries, relative_error
+from kernel_cases import decode, ends, paged, queries, relative_error
 
 from bucketgraph.kernels import decode_attention as decode_module
 from bucketgraph.kernels import ops, reference
@@ -27,11 +27,6 @@ def prefill(case, module, q, query_ends):
     return module.prefill_attention(
         q, case.k_cache, case.v_cache, case.block_tables, query_ends, case.kv_lens, q.shape[2] ** -0.5
     )
-
-
-def decode(case, module, q, **kwargs):
-    scale = q.shape[2] ** -0.5
-    return module.decode_attention(q, case.k_cache, case.v_cache, case.block_tables, case.kv_lens, scale, **kwargs)
 
 
 @pytest.mark.parametrize(("dim", "heads", "kv_heads", "page", "dtype"), SHAPES)
@@ -87,7 +82,7 @@ def test_decode_length_zero_is_zeros_and_stale_nan_is_never_read(dim, heads, kv_
     case = paged([65, 0, 128, 1], kv_heads, dim, page, dtype)
     q = queries(4, heads, dim, dtype)
     q[1] = float("nan")
-    out, ref = (decode(case, m, q, num_splits=n) for m, n in ((triton_ops, 2), (reference, 2)))
+    out, ref = (decode(m, case, q, num_splits=n) for m, n in ((triton_ops, 2), (reference, 2)))
     assert relative_error(out, ref) < TOLERANCE[dtype]
     assert (out[1] == 0).all()
 
@@ -95,33 +90,33 @@ def test_decode_length_zero_is_zeros_and_stale_nan_is_never_read(dim, heads, kv_
 def test_decode_empty_splits_add_nothing(nan_memory):
     case = paged([3, 0, 97], 1, 64, 16, torch.float32)
     q = queries(3, 4, 64, torch.float32)
-    ref = decode(case, reference, q)
+    ref = decode(reference, case, q)
     for splits in (1, 4, 32):
-        assert relative_error(decode(case, triton_ops, q, num_splits=splits), ref) < 1e-5
-    assert relative_error(decode(case, triton_ops, q), ref) < 1e-5
+        assert relative_error(decode(triton_ops, case, q, num_splits=splits), ref) < 1e-5
+    assert relative_error(decode(triton_ops, case, q), ref) < 1e-5
 
 
 def test_decode_group_wider_than_one_tile(nan_memory):
     case = paged([40, 7], 1, 64, 16, torch.float32)
     q = queries(2, 71, 64, torch.float32)
-    assert relative_error(decode(case, triton_ops, q), decode(case, reference, q)) < 1e-5
+    assert relative_error(decode(triton_ops, case, q), decode(reference, case, q)) < 1e-5
 
 
 def test_decode_with_a_split_size_is_bitwise_independent_of_batch_and_table_width():
     case = paged([70, 130], 1, 64, 16, torch.float32)
     q = queries(2, 4, 64, torch.float32)
-    both = decode(case, triton_ops, q, split_size=64)
+    both = decode(triton_ops, case, q, split_size=64)
     case.block_tables, case.kv_lens = case.block_tables[:1, :5].contiguous(), case.kv_lens[:1]
-    alone = decode(case, triton_ops, q[:1].contiguous(), split_size=64)
+    alone = decode(triton_ops, case, q[:1].contiguous(), split_size=64)
     assert torch.equal(both[:1], alone)
 
 
 def test_decode_split_size_and_short_table_agree_on_one_split():
     case = paged([60], 1, 64, 16, torch.float32)
     q = queries(1, 4, 64, torch.float32)
-    wide = decode(case, triton_ops, q, split_size=64)
+    wide = decode(triton_ops, case, q, split_size=64)
     case.block_tables = case.block_tables[:, :4].contiguous()
-    assert torch.equal(wide, decode(case, triton_ops, q, split_size=64))
+    assert torch.equal(wide, decode(triton_ops, case, q, split_size=64))
 
 
 def test_pages_beyond_2_to_the_31_elements_are_addressed():
@@ -130,7 +125,7 @@ def test_pages_beyond_2_to_the_31_elements_are_addressed():
     case = paged([20, 5], 1, 64, 128, torch.float16, first_page=first)
     assert case.k_cache.numel() > 2**31
     q = queries(2, 2, 64, torch.float16)
-    assert relative_error(decode(case, triton_ops, q), decode(case, reference, q)) < 2e-3
+    assert relative_error(decode(triton_ops, case, q), decode(reference, case, q)) < 2e-3
     assert relative_error(*(prefill(case, m, q, ends([1, 1])) for m in (triton_ops, reference))) < 2e-3
     slots = torch.tensor([case.k_cache.shape[0] * 128 - 1])
     qkv, zero = torch.randn(1, 4 * 64).half(), torch.zeros(1, dtype=torch.int32)
@@ -151,6 +146,6 @@ def test_a_head_dim_that_does_not_fit_is_refused_by_name(dim):
     case = paged([5], 1, dim, 16, torch.float32)
     q = queries(1, 1, dim, torch.float32)
     with pytest.raises(ValueError, match=f"head_dim {dim}"):
-        decode(case, triton_ops, q)
+        decode(triton_ops, case, q)
     with pytest.raises(ValueError, match=f"head_dim {dim}"):
         prefill(case, triton_ops, q, ends([1]))

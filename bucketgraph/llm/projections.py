@@ -1,0 +1,109 @@
+"""How the model's matmuls run: by the library, by our matmul of fixed shape, or fused with what stands around them.
+
+All three offer the same operations, so a layer reads the same whichever serves it, and each matmul of a layer can have
+another: a fused one streams its weights for a few rows and saves launches, the library is better at more rows.
+`linear_add` may write its sum over `residual`, which nobody needs afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from types import ModuleType
+from typing import Literal, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+FUSED_ROWS = 64  # what the fused kernels take
+
+
+class Projection(Protocol):
+    """The matmuls of a layer; x and residual `[rows, K]`, weight `[N, K]`, gate_up `[2 F, K]`."""
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor: ...
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor: ...
+
+
+class Library:
+    """The library's matmuls, between our norm and activation."""
+
+    def __init__(self, ops: ModuleType) -> None:
+        self._ops = ops
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(self._ops.rms_norm(x, norm, eps), weight, bias)
+
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        return residual.addmm_(x, weight.t())
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
+        activated: Tensor = self._ops.swiglu(F.linear(self._ops.rms_norm(x, norm, eps), gate_up))
+        return activated
+
+
+class Invariant:
+    """Our own matmul, whose rows do not depend on how many there are."""
+
+    def __init__(self, ops: ModuleType, phase: Literal["prefill", "decode"]) -> None:
+        self._ops, self._phase = ops, phase
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        made: Tensor = self._ops.linear(self._ops.rms_norm(x, norm, eps), weight, bias, phase=self._phase)
+        return made
+
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        made: Tensor = self._ops.linear(x, weight, residual=residual, phase=self._phase)
+        return made
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
+        made: Tensor = self._ops.swiglu(self.norm_linear(x, norm, eps, gate_up, None))
+        return made
+
+
+class Fused:
+    """One kernel each, for up to `FUSED_ROWS` rows; in a chain of dependent launches where the device has them."""
+
+    def __init__(self, ops: ModuleType, pdl: bool) -> None:
+        self._ops, self._pdl = ops, pdl
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        made: Tensor = self._ops.norm_linear(x, norm, eps, weight, bias, pdl=self._pdl)
+        return made
+
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        made: Tensor = self._ops.linear_add(x, weight, residual, residual, pdl=self._pdl)
+        return made
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
+        made: Tensor = self._ops.norm_gate_up(x, norm, eps, gate_up, pdl=self._pdl)
+        return made
+
+
+@dataclass(frozen=True)
+class Projections:
+    """Who runs each matmul of the model."""
+
+    qkv: Projection
+    o: Projection
+    gate_up: Projection
+    down: Projection
+    head: Projection
+
+    @classmethod
+    def all(cls, one: Projection) -> Projections:
+        return cls(*(one for _ in fields(cls)))
+
+
+def mixes(fused: Projection, library: Projection) -> dict[str, Projections]:
+    """What is worth measuring for a few rows, by name: at more rows the library is better, at small matrices first."""
+    return {
+        "fused": Projections.all(fused),
+        "fused, library gate_up": Projections(fused, fused, library, fused, fused),
+        "fused gate_up and head": Projections(library, library, fused, library, fused),
+        "fused o, gate_up and head": Projections(library, fused, fused, library, fused),
+        "fused head": Projections(library, library, library, library, fused),
+        "library": Projections.all(library),
+    }
