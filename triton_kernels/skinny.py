@@ -179,14 +179,11 @@ def skinny_tile(rows: int, columns: int, width: int, dtype: torch.dtype, fused: 
         return block_n, block_k, min(max(block_n * block_k * both // a_thread // 32, 1), 16), 0
     if single:
         return 16, 64, 4, 3
+    if columns * both >= 16384:
+        return (64, 128, 4, 4) if columns // 64 < 200 else (64, 64, 4, 6)
     if rows > 16:
-        return (64, 64, 4, 6) if columns * both >= 16384 else (64, 128, 4, 4)
-    # At most 48 KiB of shared memory, as `pdl.py` asks.
-    if fused:
-        return 32, 64, 4, 4
-    if columns >= 16384:
-        return 64, 64, 4, 4
-    return (32, 256, 4, 3) if width >= 8192 else (16, 256, 2, 4)
+        return 64, 128, 4, 4
+    return (32, 256, 4, 4) if width >= 8192 else (16, 256, 2, 4)
 
 
 def _skinny(

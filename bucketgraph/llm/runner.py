@@ -154,7 +154,7 @@ class Runner:
 
 def _tolerance(model: LanguageModel) -> float:
     """What the self-check allows of logits: rounding errors of layers add up as a random walk does: with its root."""
-    return TOLERANCE[model.weights.embed.dtype] * max(1.0, (model.config.num_layers / 8) ** 0.5)
+    return float(TOLERANCE[model.weights.embed.dtype] * max(1.0, (model.config.num_layers / 8) ** 0.5))
 
 
 def _complete(bucket_set: BucketSet, limits: Limits) -> tuple[PhaseSpec, PhaseSpec]:

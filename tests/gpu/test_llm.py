@@ -18,15 +18,20 @@ from torch import Tensor
 from bucketgraph import LLM, SamplingParams
 from bucketgraph.config import BucketSet
 from bucketgraph.kernels import decode_attention, prefill_attention, rms_norm, rope, sampling, swiglu
+from bucketgraph.llm import model
 from bucketgraph.llm.model_config import ModelConfig, load_config
 from bucketgraph.llm.presets import preset, shrink
+from bucketgraph.llm.projections import mixes
 from bucketgraph.llm.weights import ModelWeights, load_weights, random_weights
 
 DEVICE = "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32
 STEPS = 4
-COMMON = {"_rms_norm", "_rope_and_write", "_swiglu", "_threshold", "_tile_best", "_row_best"}
-KERNELS = {"prefill": COMMON | {"_prefill"}, "decode": COMMON | {"_decode"}}
+SAMPLING = {"_threshold", "_tile_best", "_row_best"}
+KERNELS = {
+    "prefill": SAMPLING | {"_rms_norm", "_rope_and_write", "_swiglu", "_prefill"},
+    "decode": SAMPLING | {"_decode"},  # which kernels the matmuls are is measured
+}
 
 
 def ids(length: int, vocab: int, seed: int = 0) -> list[int]:
@@ -116,9 +121,13 @@ def error_of(got: list[Tensor], want: list[Tensor]) -> float:
     return float((torch.cat(got).float() - torch.cat(want)).pow(2).mean().sqrt())
 
 
+@pytest.mark.parametrize("mix", ["fused", "library"])  # else each LLM chooses by time
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-0.6b"])
-def test_a_graph_equals_eager_bit_for_bit_in_the_same_bucket(name: str, dtype: torch.dtype) -> None:
+def test_a_graph_equals_eager_bit_for_bit_in_the_same_bucket(
+    name: str, dtype: torch.dtype, mix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "mixes", lambda *ways: {mix: mixes(*ways)[mix]})
     config = shrink(preset(name), num_layers=4)
     weights = random_weights(config, dtype, DEVICE)
     with served(config, weights) as graph, served(config, weights, executable="eager") as eager:
@@ -179,6 +188,17 @@ def compiled() -> dict[str, int]:
         sampling._row_best,
     )
     return {k.fn.__name__: sum(len(cache[0]) for cache in k.device_caches.values()) for k in kernels}
+
+
+def test_the_report_says_which_matmuls_serve_a_small_bucket_and_how_fast_all_of_them_are(small: LLM) -> None:
+    assert small.report is not None
+    rows = [row for row in small.report.buckets if row.name == "decode"]
+    assert len(rows) == 2
+    for row in rows:
+        times = {name: ms for name, ms in row.variants.items() if isinstance(ms, float)}
+        assert set(times) == set(row.variants) == set(small._runner.model.mixes), "none of them failed"
+        assert row.variant == min(times, key=times.__getitem__)
+    assert not any(row.variants for row in small.report.buckets if row.name == "prefill")
 
 
 def test_nothing_compiles_after_warm_up(small: LLM) -> None:
