@@ -38,6 +38,11 @@ class _Loader(yaml.SafeLoader):
             seen[key.value] = line
         return super().construct_mapping(node, deep=deep)
 
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level >= MAX_DEPTH:  # now, since the scanner's time grows with the square of the depth
+            raise RecursionError
+        super().fetch_flow_collection_start(token)
+
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(~|null|)$"), ["~", "n", ""])
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), ["t", "f"])

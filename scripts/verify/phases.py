@@ -13,7 +13,7 @@ from bucketgraph.llm.request import Request
 from bucketgraph.manager import BucketManager
 
 from .core import Check, Setting, Trial, Wrong, require
-from .models import STEPS, Prompt, Right, World, llm_set, prompts, right, worlds
+from .models import MIXES, STEPS, Prompt, Right, World, llm_set, prompts, right, worlds
 
 Found = tuple[Tensor, Tensor]  # tokens [R], logits [R, vocab]
 
@@ -230,7 +230,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}  # of the largest logit
 def prefill_decode(setting: Setting) -> Trial:
     """prefill(n) and k decodes against prefill(n + k): float32, and on a GPU bfloat16, too."""
     dtypes = (torch.float32, torch.bfloat16) if setting.on_gpu else (torch.float32,)
-    make = lambda dtype: [World(setting, llm_set(name, "fast"), dtype) for name in ("odd", "chunks")]  # noqa: E731
+    pairs = list(zip(("odd", "chunks"), MIXES, strict=False))
+    make = lambda dtype: [World(setting, llm_set(name, "fast"), dtype, mix) for name, mix in pairs]  # noqa: E731
     made = {dtype: setting.once(("prefill_decode", dtype), lambda dtype=dtype: make(dtype)) for dtype in dtypes}
     pool = prompts(setting)
 
@@ -288,5 +289,5 @@ CHECKS = (
     Check("poison", "no byte left in arena, staging or free pages", 5_000, _twice(_poison), cpu=0.03, share=2),
     Check("neighbours", "other rows, NaN ones too", 2_000, neighbours, cpu=0.05, share=1),
     Check("history", "any twenty calls before", 2_000, _twice(_history), cpu=0.02, share=3),
-    Check("prefill_decode", "prefill(n) and k decodes give prefill(n + k)", 1_000, prefill_decode, cpu=0.1, share=1),
+    Check("prefill_decode", "prefill(n) and k decodes give prefill(n + k)", 1_000, prefill_decode, cpu=0.1, share=2),
 )
