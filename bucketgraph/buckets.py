@@ -18,6 +18,7 @@ from bucketgraph.errors import ConfigError, InputError
 MAX_BUCKETS = 4096  # a table this large has long stopped being a bucket set
 MAX_GRID = 1 << 16  # combinations of sizes behind an explicit list of buckets
 MAX_SIZE = (1 << 31) - 1
+MAX_PLANS = 1 << 14  # remembered; further sizes are planned anew each time
 DENSE_LIMIT = 1 << 20  # axes up to this size are looked up by index, longer ones by bisection
 
 PlanKind = Literal["replay", "eager", "split", "refuse"]
@@ -162,11 +163,20 @@ class Lattice:
         )
         self._cover = _cheapest_covers(self.axes, self.buckets, cheapest)
         self._steps = [_dense(axis) for axis in self.axes]
+        self._plans: dict[tuple[int, ...], Plan] = {}
         self._refuse_unreachable()
 
     def plan(self, sizes: Sequence[int]) -> Plan:
         """What to do with a request of these sizes, in the order of `names`. Raises InputError for sizes below 1."""
         wanted = tuple(sizes)
+        known = self._plans.get(wanted)
+        if known is None:
+            known = self._plan(wanted)
+            if len(self._plans) < MAX_PLANS:
+                self._plans[wanted] = known
+        return known
+
+    def _plan(self, wanted: tuple[int, ...]) -> Plan:
         if len(wanted) != len(self.axes):
             raise InputError("a plan needs one size for each axis", given=wanted, expected=", ".join(self.names))
         for name, size in zip(self.names, wanted, strict=True):

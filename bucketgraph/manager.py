@@ -24,7 +24,7 @@ from bucketgraph.config import BucketSet, Memory, PhaseSpec, Warmup, load
 from bucketgraph.contract import Contract
 from bucketgraph.errors import ConfigError, InputError, NoBucketError, NotQuietError, NotWarmError, StaleError
 from bucketgraph.executables import Executable, Family
-from bucketgraph.slots import Arena, Outputs, Slot, StaticInputs, check_inputs, longest, pack, unpad
+from bucketgraph.slots import Arena, InputCheck, Outputs, Slot, StaticInputs, check_inputs, longest, pack, unpad
 from bucketgraph.stats import Recorder, Stats, log
 from bucketgraph.warmup import Progress, WarmupReport, warm_up
 
@@ -111,7 +111,9 @@ class BucketManager:
         self.family = family or Family(self.device)
         self.lattice = spec.lattice()
         self.slots = tuple(Slot.from_spec(name, item) for name, item in spec.inputs.items())
+        self._check_inputs = InputCheck(self.slots, self.device)
         self._order = {axis: position for position, axis in enumerate(self.lattice.names)}
+        self._ranges = [_Range(name, self.device) for name in ("fill", "replay", "read")]
         self._example = example
         self._variants = variants
         self.around_step = around_step
@@ -142,7 +144,7 @@ class BucketManager:
             NotWarmError: `warmup()` was not called, or `release()` was.
         """
         self._require_warm()
-        sizes = check_inputs(self.slots, inputs, self.device)
+        sizes = self._check_inputs(inputs)
         return self._run(self.lattice.plan([sizes[name] for name in self.lattice.names]), inputs)
 
     def run_batch(self, requests: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
@@ -263,11 +265,12 @@ class BucketManager:
         self, captured: Captured, inputs: Mapping[str, Tensor], sizes: Mapping[str, int], *, keep: bool = False
     ) -> dict[str, Tensor]:
         """Fill, replay and read one bucket. The family's turn must be held. `keep` as in `Outputs.read`."""
-        with _range("fill", self.device):
+        fill, replay, read = self._ranges
+        with fill:
             captured.inputs.fill(inputs)
-        with _range("replay", self.device):
+        with replay:
             raw = captured.executable.replay()
-        with _range("read", self.device):
+        with read:
             return self._outputs.read(self._outputs.select(raw), sizes, keep=keep)
 
     def run_unpadded(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -384,13 +387,16 @@ def device_of(fn: object, device: torch.device | str | None) -> torch.device:
     return made
 
 
-@contextmanager
-def _range(name: str, device: torch.device) -> Iterator[None]:
-    if device.type != "cuda":
-        yield
-        return
-    torch.cuda.nvtx.range_push(f"bucketgraph.{name}")
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()
+class _Range:
+    """A named stretch of host time, as profilers show it; nothing without a GPU."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._name = f"bucketgraph.{name}" if device.type == "cuda" else None
+
+    def __enter__(self) -> None:
+        if self._name is not None:
+            torch.cuda.nvtx.range_push(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        if self._name is not None:
+            torch.cuda.nvtx.range_pop()

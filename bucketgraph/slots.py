@@ -10,16 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from bucketgraph.buckets import Bucket
+from bucketgraph.buckets import MAX_PLANS, Bucket
 from bucketgraph.config import InputSpec, OutputSpec, Ring
 from bucketgraph.errors import ConfigError, InputError
 
 _ALIGN = 256  # bytes; keeps every slot as aligned as a fresh allocation, which compiled kernels rely on
+_NUMPY = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.float16, torch.float32, torch.float64}
+)
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SKIP = -1  # what an index slot with `pad: skip` holds in its padding; kernels test for it
 
 
@@ -62,34 +68,44 @@ class StaticInputs:
         self.slots = slots
         self.views: dict[str, Tensor] = {}  # [shape in the bucket], contiguous
         self.spans: dict[str, tuple[int, int]] = {}  # bytes in the arena
-        self._staged: tuple[dict[str, Tensor], ...] = tuple({} for _ in arena.staging)
         self._arena = arena
+        self._on_host = not arena.staging
+        # What host inputs are written to: the arena itself on a CPU, else a staging buffer in its turn.
+        host = arena.staging or (arena.device_bytes,)
+        self._host: tuple[list[_HostSlot], ...] = tuple([] for _ in host)
+        self._merged: dict[tuple[str, ...], list[tuple[int, int]]] = {}
         offset = 0
         for slot in slots:
             shape = slot.shape(bucket.as_dict())
             end = offset + prod(shape) * slot.dtype.itemsize
             self.spans[slot.name] = (offset, end)
             self.views[slot.name] = arena.device_bytes[offset:end].view(slot.dtype).view(shape)
-            for staged, buffer in zip(self._staged, arena.staging, strict=True):
-                staged[slot.name] = buffer[offset:end].view(slot.dtype).view(shape)
+            for turn, buffer in zip(self._host, host, strict=True):
+                turn.append(_HostSlot(slot, buffer[offset:end].view(slot.dtype).view(shape)))
             offset = -(-end // _ALIGN) * _ALIGN
 
     def fill(self, inputs: Mapping[str, Tensor]) -> None:
         """Copy `inputs` in and reset all padding. Host tensors travel in as few copies as lie side by side."""
-        if not self._staged:
-            for slot in self.slots:
-                _write(self.views[slot.name], inputs[slot.name], slot.pad)
+        if self._on_host:
+            for held in self._host[0]:
+                held.write(inputs[held.name])
             return
-        host = [slot for slot in self.slots if inputs[slot.name].device.type == "cpu"]
-        if host:
+        there = tuple([slot.name for slot in self.slots if inputs[slot.name].is_cuda])
+        if len(there) < len(self.slots):
             turn = self._arena.next_staging()
-            for slot in host:
-                _write(self._staged[turn][slot.name], inputs[slot.name], slot.pad)
-            for start, end in self._runs(host):
-                self._arena.device_bytes[start:end].copy_(self._arena.staging[turn][start:end], non_blocking=True)
+            # The buffer's padding is as this bucket's last fill left it, if that had these shapes.
+            now = self, there, [inputs[slot.name].shape for slot in self.slots]
+            padded = self._arena.filled[turn] == now
+            self._arena.filled[turn] = None
+            for held in self._host[turn]:
+                if held.name not in there:
+                    held.write(inputs[held.name], padded)
+            self._arena.filled[turn] = now
+            for start, end in self._runs(there):
+                self._arena.copy(turn, start, end)
             self._arena.staged(turn)
         for slot in self.slots:
-            if inputs[slot.name].device.type != "cpu":
+            if slot.name in there:
                 _write(self.views[slot.name], inputs[slot.name], slot.pad)
 
     def poison(self, byte: int) -> None:
@@ -103,16 +119,63 @@ class StaticInputs:
             held[start:end] = True
         return self._arena.device_bytes[~held.to(self._arena.device_bytes.device)]
 
-    def _runs(self, slots: Iterable[Slot]) -> list[tuple[int, int]]:
-        """Byte ranges that cover these slots, neighbours merged (the gap between neighbours is alignment only)."""
-        runs: list[tuple[int, int]] = []
-        for slot in slots:
-            start, end = self.spans[slot.name]
-            if runs and start - runs[-1][1] < _ALIGN:
-                runs[-1] = (runs[-1][0], end)
-            else:
-                runs.append((start, end))
-        return runs
+    def _runs(self, there: tuple[str, ...]) -> list[tuple[int, int]]:
+        """Byte ranges that cover all slots but these, neighbours merged (the gap between them is alignment only)."""
+        if there not in self._merged:
+            runs: list[tuple[int, int]] = []
+            for slot in self.slots:
+                start, end = self.spans[slot.name]
+                if slot.name in there:
+                    continue
+                if runs and start - runs[-1][1] < _ALIGN:
+                    runs[-1] = (runs[-1][0], end)
+                else:
+                    runs.append((start, end))
+            self._merged[there] = runs
+        return self._merged[there]
+
+
+class _HostSlot:
+    """A slot in host memory, written through numpy: a few times cheaper than torch for a handful of numbers."""
+
+    def __init__(self, slot: Slot, view: Tensor) -> None:
+        self.name = slot.name
+        # Types that numpy lacks go as integers of their width.
+        self._as = None if slot.dtype in _NUMPY else _WORDS[slot.dtype.itemsize]
+        self._view: np.ndarray = (view if self._as is None else view.view(self._as)).numpy()
+        self._parts: dict[tuple[int, ...], tuple[np.ndarray, list[np.ndarray]]] = {}
+        self._pad = slot.pad
+        if slot.pad is not None and self._as is not None:
+            self._pad = torch.tensor(slot.pad, dtype=slot.dtype).view(self._as).item()
+
+    def write(self, source: Tensor, padded: bool = False) -> None:
+        """Write the real corner from `source`, and the rest by the pad rule unless it holds its value already."""
+        if source.requires_grad:
+            source = source.detach()
+        array = (source if self._as is None else source.view(self._as)).numpy()
+        shape = array.shape
+        if shape == self._view.shape:
+            self._view[...] = array
+            return
+        corner, tails = self._parts.get(shape) or self._part(shape)
+        corner[...] = array
+        if self._pad is None:
+            _repeat_last(self._view, shape)
+        elif not padded:
+            for tail in tails:
+                tail.fill(self._pad)
+
+    def _part(self, shape: tuple[int, ...]) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The real corner of these sizes, and what is left of the view around it."""
+        corner, tails = self._view, []
+        for dim, size in enumerate(shape):
+            if size != self._view.shape[dim]:
+                before = (slice(None),) * dim
+                tails.append(corner[(*before, slice(size, None))])
+                corner = corner[(*before, slice(size))]
+        if len(self._parts) < MAX_PLANS:
+            self._parts[shape] = corner, tails
+        return corner, tails
 
 
 class Arena:
@@ -128,17 +191,23 @@ class Arena:
         self._events = tuple(torch.cuda.Event() for _ in range(copies))
         self._device = device
         self._turn = 0
+        self.filled: list[object] = [None] * copies  # by whom and with which shapes each staging buffer was filled last
 
     def poison(self, byte: int) -> None:
         for event in self._events:
             event.synchronize()
         for buffer in (self.device_bytes, *self.staging):
             buffer.fill_(byte)
+        self.filled = [None] * len(self.staging)
 
     def next_staging(self) -> int:
         self._turn = (self._turn + 1) % len(self.staging)
         self._events[self._turn].synchronize()  # done long ago unless the host runs two calls ahead
         return self._turn
+
+    def copy(self, turn: int, start: int, end: int) -> None:
+        """Bytes of a staging buffer to their place on the device."""
+        self.device_bytes[start:end].copy_(self.staging[turn][start:end], non_blocking=True)
 
     def staged(self, turn: int) -> None:
         # Named, since the thread's current device may be another one.
@@ -150,7 +219,7 @@ def _bytes(slot: Slot, bucket: Bucket) -> int:
 
 
 def _write(view: Tensor, source: Tensor, pad: int | float | None) -> None:
-    """Write every element of `view` once: the real corner from `source`, the rest by the pad rule."""
+    """As `_HostSlot.write`, on a device."""
     real = source.shape
     corner = view
     for dim, size in enumerate(real):
@@ -165,17 +234,41 @@ def _write(view: Tensor, source: Tensor, pad: int | float | None) -> None:
         _repeat_last(view, real)
 
 
-def _repeat_last(view: Tensor, real: Sequence[int]) -> None:
+def _repeat_last(view: Any, real: Sequence[int]) -> None:  # a tensor or an array
     """Innermost dimension first, so that an outer one repeats rows that are already whole."""
-    for dim in reversed(range(view.dim())):
+    for dim in reversed(range(len(real))):
         size = real[dim]
-        if size == view.shape[dim]:
-            continue
-        rows = view
-        for outer in range(dim):
-            rows = rows.narrow(outer, 0, real[outer])
-        tail = rows.narrow(dim, size, view.shape[dim] - size)
-        tail.copy_(rows.narrow(dim, size - 1, 1).expand_as(tail))
+        if size < view.shape[dim]:
+            rows = tuple(slice(outer) for outer in real[:dim])
+            view[(*rows, slice(size, None))] = view[(*rows, slice(size - 1, size))]
+
+
+class InputCheck:
+    """`check_inputs` that remembers the shapes it has passed."""
+
+    def __init__(self, slots: Sequence[Slot], device: torch.device) -> None:
+        self._slots, self._device = slots, device
+        self._names, self._dtypes = [slot.name for slot in slots], [slot.dtype for slot in slots]
+        self._known: dict[tuple[torch.Size, ...], dict[str, int]] = {}
+
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, int]:
+        try:
+            tensors = [inputs[name] for name in self._names]
+            shapes = tuple([tensor.shape for tensor in tensors])
+            known = self._known.get(shapes)
+            if (
+                known is not None
+                and len(inputs) == len(tensors)
+                and [tensor.dtype for tensor in tensors] == self._dtypes
+                and all(tensor.is_cpu or tensor.device == self._device for tensor in tensors)
+            ):
+                return known
+        except (KeyError, AttributeError, TypeError):
+            pass  # said in full below
+        sizes = check_inputs(self._slots, inputs, self._device)
+        if len(self._known) < MAX_PLANS:
+            self._known[shapes] = sizes
+        return sizes
 
 
 def check_inputs(slots: Sequence[Slot], inputs: Mapping[str, object], device: torch.device) -> dict[str, int]:

@@ -39,6 +39,7 @@ class Runner:
         # One spare column: a kernel may load the entry after the last one it needs.
         self.table_width = self.cache.pages_for(max_model_len) + 1
         self._examples = Examples(self)
+        self._rows: tuple[list[tuple[int, int, int]], object, dict[str, Tensor]] = [], None, {}  # of the last decode
         policy = bucket_set.warmup
         if policy.tolerance is None:
             policy = policy.model_copy(update={"tolerance": _tolerance(model)})
@@ -125,15 +126,22 @@ class Runner:
 
     def decode_arrays(self, requests: Sequence[Request]) -> dict[str, Tensor]:
         """What the decode function takes for these."""
-        positions = np.array([request.computed for request in requests], dtype=np.int64)
         size = self.cache.page_size
-        pages = np.array([request.table[request.computed // size] for request in requests], dtype=np.int64)
+        at = [request.computed for request in requests]
+        # Of plain integers: each numpy call on an array of a few costs as much as all of this.
+        slots = [int(r.table[n // size]) * size + n % size for r, n in zip(requests, at, strict=True)]
+        ids = [request.tokens[n] for request, n in zip(requests, at, strict=True)]
+        # The same requests decode many times in a row. What the ids stand for is held, so that they stay theirs.
+        key = [(id(request.table), id(request.params), request.seed) for request in requests]
+        if key != self._rows[0]:
+            held = [(request.table, request.params) for request in requests]
+            self._rows = key, held, self._row_arrays(requests)
         return {
-            "input_ids": torch.tensor([request.tokens[request.computed] for request in requests], dtype=torch.int64),
-            "positions": torch.from_numpy(positions.astype(np.int32)),
-            "slot_mapping": torch.from_numpy(pages * size + positions % size),
-            "kv_lens": torch.from_numpy(positions.astype(np.int32) + np.int32(1)),
-            **self._row_arrays(requests),
+            "input_ids": torch.tensor(ids, dtype=torch.int64),
+            "positions": torch.tensor(at, dtype=torch.int32),
+            "slot_mapping": torch.tensor(slots, dtype=torch.int64),
+            "kv_lens": torch.tensor([n + 1 for n in at], dtype=torch.int32),
+            **self._rows[2],
         }
 
     def _row_arrays(self, requests: Sequence[Request]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st  # noqa: E402
 from bucketgraph.buckets import Bucket  # noqa: E402
 from bucketgraph.config import InputSpec, OutputSpec, Ring  # noqa: E402
 from bucketgraph.errors import ConfigError, InputError  # noqa: E402
-from bucketgraph.slots import Arena, Outputs, Slot, StaticInputs, check_inputs, pack, unpad  # noqa: E402
+from bucketgraph.slots import Arena, InputCheck, Outputs, Slot, StaticInputs, check_inputs, pack, unpad  # noqa: E402
 
 CPU = torch.device("cpu")
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -103,22 +103,71 @@ def test_slots_do_not_overlap_and_are_aligned() -> None:
         assert all(start % 256 == 0 for start, _ in spans) and spans[-1][1] <= arena.device_bytes.numel()
 
 
+def staged_arena(slots: list[Slot], buckets: list[Bucket]) -> Arena:
+    """Staging as on a GPU, with what would be pinned memory and events replaced: the arithmetic is the same."""
+    arena = Arena(slots, buckets, CPU)
+    arena.staging = tuple(torch.full_like(arena.device_bytes, 0xFF) for _ in range(2))
+    arena.filled = [None, None]
+    arena._events = (SimpleNamespace(synchronize=lambda: None, record=lambda *_: None),) * 2  # type: ignore[assignment]
+    arena.staged = lambda turn: None  # type: ignore[method-assign]
+    return arena
+
+
+def test_padding_in_staging_is_written_whenever_it_is_not_there() -> None:
+    """Random turns of two buckets that share it, with and without the same sizes as last time."""
+    slots = [slot("a", ["n", 2]), slot("b", ["n"], "int32", "skip"), slot("c", ["n"], "bfloat16", "repeat_last")]
+    spaces = [bucket(n=4), bucket(n=9)]
+    arena = staged_arena(slots, spaces)
+    statics = [StaticInputs(slots, space, arena) for space in spaces]
+    generator = torch.Generator().manual_seed(0)
+    for turn in range(300):
+        which = int(torch.randint(2, (), generator=generator))
+        n, full = int(torch.randint(1, 5, (), generator=generator)), spaces[which].sizes[0]
+        if turn % 50 == 49:
+            arena.poison(0xFF)
+        a, b, c = torch.randn(n, 2), torch.arange(n, dtype=torch.int32), torch.randn(n).bfloat16()
+        arena.device_bytes.fill_(0xFF)
+        statics[which].fill({"a": a, "b": b, "c": c})
+        views = statics[which].views
+        assert torch.equal(views["a"], torch.cat([a, torch.zeros(full - n, 2)]))
+        assert views["b"].tolist() == [*range(n), *[-1] * (full - n)]
+        assert torch.equal(views["c"], torch.cat([c, c[-1:].expand(full - n)]))
+
+
 def test_host_inputs_go_through_staging_in_merged_copies_and_staging_is_reset_too() -> None:
     slots = [slot("a", ["batch"]), slot("b", ["batch"]), slot("c", ["batch"])]
     space = bucket(batch=4)
-    arena = Arena(slots, [space], CPU)
-    # Staging as on a GPU, with what would be pinned memory and events replaced: the arithmetic is the same.
-    arena.staging = tuple(torch.full_like(arena.device_bytes, 0xFF) for _ in range(2))
-    arena._events = (SimpleNamespace(synchronize=lambda: None, record=lambda *_: None),) * 2  # type: ignore[assignment]
-    arena.staged = lambda turn: None  # type: ignore[method-assign]
+    arena = staged_arena(slots, [space])
     static = StaticInputs(slots, space, arena)
     arena.device_bytes.fill_(0xFF)
-    assert static._runs(slots) == [(0, 512 + 16)]
-    assert static._runs([slots[0], slots[2]]) == [(0, 16), (512, 528)]
+    assert static._runs(()) == [(0, 512 + 16)]
+    assert static._runs(("b",)) == [(0, 16), (512, 528)]
     for step in range(5):
         static.fill({name: torch.full((1 + step % 3,), float(step)) for name in "abc"})
         for name in "abc":
             assert static.views[name].tolist() == [float(step)] * (1 + step % 3) + [0.0] * (3 - step % 3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64", "bool", "uint8", "int64"])
+@pytest.mark.parametrize("pad", ["zero", 1, "repeat_last"])
+def test_host_memory_is_written_in_every_dtype_and_from_any_layout(dtype: str, pad: Any) -> None:
+    one = slot("x", ["n", 3], dtype, pad if dtype != "bool" or pad != 1 else "zero")
+    space = bucket(n=5)
+    static = StaticInputs([one], space, Arena([one], [space], CPU))
+    wide = (torch.arange(12).view(3, 4) % 5).to(one.dtype)
+    for source in (wide[:, 1:], wide.t()[:3], wide[:2, :3], wide[:1, :3]):  # strided, transposed, and shorter
+        static._arena.poison(0xFF)
+        static.fill({"x": source})
+        last = source[-1:] if one.pad is None else torch.full((1, 3), one.pad, dtype=one.dtype)
+        want = torch.cat([source, last.expand(5 - len(source), 3)])
+        assert torch.equal(static.views["x"], want)
+
+
+def test_a_tensor_that_requires_grad_is_copied_like_any_other() -> None:
+    one, space = slot("x", ["n"]), bucket(n=3)
+    static = StaticInputs([one], space, Arena([one], [space], CPU))
+    static.fill({"x": torch.tensor([1.0, 2.0], requires_grad=True)})
+    assert static.views["x"].tolist() == [1.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -175,6 +224,11 @@ def test_sizes_are_read_from_the_tensors() -> None:
 def test_a_wrong_call_is_named(changed: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         check_inputs(SLOTS, inputs(**changed), CPU)
+    remembers = InputCheck(SLOTS, CPU)
+    for _ in range(2):
+        assert remembers(inputs()) == {"batch": 2, "tokens": 5}
+    with pytest.raises(InputError, match=says):
+        remembers(inputs(**changed))
 
 
 def test_an_empty_batch_is_named() -> None:
