@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from bucketgraph.llm.api import LLM
     from bucketgraph.llm.sampling import SamplingParams
     from bucketgraph.manager import BucketManager
+    from bucketgraph.reporting.build import report
 
-__all__ = ["LLM", "BucketManager", "BucketSet", "SamplingParams", "load"]
+__all__ = ["LLM", "BucketManager", "BucketSet", "SamplingParams", "load", "report"]
 __version__ = "0.1.0"
 
 # What needs torch is imported when it is first asked for, so that reading a bucket set does not wait for it.
@@ -20,6 +21,7 @@ _LAZY = {
     "BucketManager": "bucketgraph.manager",
     "LLM": "bucketgraph.llm.api",
     "SamplingParams": "bucketgraph.llm.sampling",
+    "report": "bucketgraph.reporting.build",
 }
 
 

@@ -159,7 +159,7 @@ class Lattice:
         self._work = tuple(i for i, name in enumerate(self.names) if work is None or name in work)
         self.buckets = self._points(points)
         cheapest: Callable[[Bucket], tuple[float, ...]] = (
-            (lambda b: (cost(b), prod(b.sizes))) if cost else (lambda b: (self._work_of(b.sizes), prod(b.sizes)))
+            (lambda b: (cost(b), prod(b.sizes))) if cost else (lambda b: (self.work_of(b.sizes), prod(b.sizes)))
         )
         self._cover = _cheapest_covers(self.axes, self.buckets, cheapest)
         self._steps = [_dense(axis) for axis in self.axes]
@@ -182,11 +182,11 @@ class Lattice:
         for name, size in zip(self.names, wanted, strict=True):
             if size < 1:
                 raise InputError(f"{name} is empty", given=size, expected="at least 1")
-        real = self._work_of(wanted)
+        real = self.work_of(wanted)
         bucket = self._covering(wanted)
         if bucket is None:
             return self._way_out(wanted, real)
-        padded = self._work_of(bucket.sizes)
+        padded = self.work_of(bucket.sizes)
         if self.max_padding is not None and padded > self.max_padding * real:
             reason = f"bucket {bucket} pads {padded / real:.2f} times, over max_padding {self.max_padding:g}"
             return Plan("eager", wanted, None, real, real, "over_padding", reason)
@@ -261,7 +261,8 @@ class Lattice:
                 why = plan.reason or f"{plan.bucket} covers the same requests at no more cost"
                 raise ConfigError(f"bucket {bucket} can be reached by no request: {why}")
 
-    def _work_of(self, sizes: Sequence[int]) -> int:
+    def work_of(self, sizes: Sequence[int]) -> int:
+        """The product of the work axes."""
         return prod(sizes[i] for i in self._work)
 
     def _text(self, sizes: Sequence[int]) -> str:

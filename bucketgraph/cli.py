@@ -1,4 +1,4 @@
-"""The command line: `bucketgraph warmup | generate | embed | inspect | plan | schema | demo`.
+"""The command line: `bucketgraph warmup | generate | embed | inspect | plan | report | schema | demo`.
 
 Rules: results go to standard output, progress and errors to standard error; an error of ours is one line and exit
 status 2; `warmup` exits 1 when a bucket failed.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from bucketgraph.config import BucketSet, load, schema
 from bucketgraph.errors import BucketGraphError, ConfigError
 from bucketgraph.planner import options as planner_options
+from bucketgraph.reporting import options as report_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,6 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("set", help="a YAML file, or the name of a ready set")
 
     planner_options.add(command("plan", _plan, "Choose bucket sizes for traces of request lengths."))
+
+    report_options.add(
+        command("report", _report, "Show what buckets did for a service, and which sizes would do better.")
+    )
 
     command("schema", _schema, "Print the JSON Schema of a bucket set.")
 
@@ -199,6 +204,12 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from bucketgraph.planner import command
+
+    return command.run(args)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from bucketgraph.reporting import command
 
     return command.run(args)
 

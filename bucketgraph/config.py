@@ -255,6 +255,7 @@ class PhaseSpec(Model):
     inputs: dict[StrictStr, InputSpec] = Field(default_factory=dict)
     outputs: dict[StrictStr, OutputSpec] = Field(default_factory=dict)
     overflow: Literal["eager", "split", "error"] = "eager"
+    dispatch: Literal["nearest", "cheapest"] = "nearest"  # cheapest: pad, split or run eagerly, by measured costs
     max_padding: Ratio | None = None
     outputs_are: Ownership = "cloned"
     on_stale: Literal["error", "recapture"] = "error"  # when a tensor that a graph reads was rebound, moved or freed
@@ -280,6 +281,12 @@ class PhaseSpec(Model):
                         used.add(dim)
         if self.inputs and (idle := [name for name in self.axes if name not in used]):
             raise ValueError(f"axis {idle[0]!r} is in no input's shape, so no call could say its size")
+        return self
+
+    @model_validator(mode="after")
+    def _one_rule_for_padding(self) -> Self:
+        if self.dispatch == "cheapest" and self.max_padding is not None:
+            raise ValueError("dispatch: cheapest weighs padding by its measured cost, so max_padding must be null")
         return self
 
     @property
@@ -347,6 +354,9 @@ class BucketSet(PhaseSpec):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
+        parts: list[PhaseSpec] = [self, *(self.phases or {}).values()]
+        if self.warmup.lazy and any(part.dispatch == "cheapest" for part in parts):
+            raise ValueError("dispatch: cheapest goes by costs that warm-up measures, so warmup.lazy must be false")
         if self.phases is not None:
             if misplaced := sorted(self.model_fields_set & PhaseSpec.model_fields.keys()):
                 raise ValueError(

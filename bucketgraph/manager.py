@@ -19,16 +19,19 @@ import torch
 from torch import Tensor
 
 from bucketgraph import executables, monitor
-from bucketgraph.buckets import Bucket, Plan
+from bucketgraph.buckets import Bucket, Lattice, Plan
 from bucketgraph.config import BucketSet, Memory, PhaseSpec, Warmup, load
 from bucketgraph.contract import Contract
+from bucketgraph.dispatch import Cheapest, Prices
 from bucketgraph.errors import ConfigError, InputError, NoBucketError, NotQuietError, NotWarmError, StaleError
 from bucketgraph.executables import Executable, Family
+from bucketgraph.saved import Saved
 from bucketgraph.slots import Arena, InputCheck, Outputs, Slot, StaticInputs, check_inputs, longest, pack, unpad
 from bucketgraph.stats import Recorder, Stats, log
 from bucketgraph.warmup import Progress, WarmupReport, warm_up
 
 Example = Callable[[Mapping[str, int], torch.Generator], Mapping[str, Tensor]]
+PART_MS = 0.05  # of the host for one more part of a split call: fill, launch, clone and concatenation
 _Ended = tuple[dict[str, Tensor], str, str | None, str | None]  # result, outcome, and code and reason of a way out
 
 
@@ -43,6 +46,8 @@ class Captured:
     variants: dict[str, tuple[Callable[..., Any], Executable]] = field(default_factory=dict)  # till one is chosen
     variant: str | None = None  # the name of the one chosen
     tried: dict[str, float | str] = field(default_factory=dict)  # ms of a replay of each variant, or how it failed
+    replay_ms: float | None = None  # what costs decide by, where the set's dispatch asks for it
+    eager_ms: float | None = None
     seconds: float = 0.0  # warm, capture and check together
     mib: float = 0.0  # device memory that the capture took
     check: float | None = None  # largest relative error of padded replay against unpadded eager
@@ -110,6 +115,7 @@ class BucketManager:
         self.kind = executables.resolve(spec.executable, self.device)
         self.family = family or Family(self.device)
         self.lattice = spec.lattice()
+        self._dispatch: Lattice | Cheapest = self.lattice
         self.slots = tuple(Slot.from_spec(name, item) for name, item in spec.inputs.items())
         self._check_inputs = InputCheck(self.slots, self.device)
         self._order = {axis: position for position, axis in enumerate(self.lattice.names)}
@@ -120,7 +126,7 @@ class BucketManager:
         self._outputs = Outputs(spec.outputs, spec.outputs_are)
         self._arena: Arena | None = None
         self._captured: dict[Bucket, Captured] = {}
-        self._recorder = Recorder(self.name)
+        self._recorder = Recorder(self.name, spec)
         self._contract: Contract | None = None  # of what is captured; None where nothing is bound to addresses
         self._state_tensors = state
         self._since = (0, 0)  # compiles and memory segments when warm-up ended
@@ -145,7 +151,7 @@ class BucketManager:
         """
         self._require_warm()
         sizes = self._check_inputs(inputs)
-        return self._run(self.lattice.plan([sizes[name] for name in self.lattice.names]), inputs)
+        return self._run(self._dispatch.plan([sizes[name] for name in self.lattice.names]), inputs)
 
     def run_batch(self, requests: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Pack ragged requests into one batch, run it, and give each its own unpadded result.
@@ -182,7 +188,7 @@ class BucketManager:
         """What a call of these sizes would do; nothing runs and nothing is counted."""
         if set(sizes) != set(self.lattice.names):
             raise InputError("a plan needs every axis", given=", ".join(sizes), expected=", ".join(self.lattice.names))
-        return self.lattice.plan([sizes[name] for name in self.lattice.names])
+        return self._dispatch.plan([sizes[name] for name in self.lattice.names])
 
     def stats(self) -> Stats:
         """Hits and padding per bucket, and every call that went another way, with its reason."""
@@ -190,11 +196,16 @@ class BucketManager:
             compiles, segments = monitor.compiles() - self._since[0], monitor.segments(self.device) - self._since[1]
             return self._recorder.snapshot(
                 {"compiles": compiles, "segments": segments} if self._captured else {},
-                (
-                    (bucket, self._captured[bucket].serves if bucket in self._captured else "none")
-                    for bucket in self.lattice.buckets
-                ),
+                ((bucket, self._captured.get(bucket)) for bucket in self.lattice.buckets),
             )
+
+    def save_stats(self, path: str | os.PathLike[str]) -> None:
+        """Write counters, sizes asked for and facts of warm-up as JSON, for `bucketgraph report` and `plan`.
+
+        Raises:
+            OSError: the file cannot be written; an older one is left as it was.
+        """
+        Saved.of({"": self.stats()}, self.spec).save(path)
 
     def release(self) -> None:
         """Give graphs and static memory back. The manager cannot be called afterwards, unless warmed up again."""
@@ -216,6 +227,7 @@ class BucketManager:
         with self.family.turn():
             self._require_warm()  # once more: it may have been released while this call waited
             self._refuse_any([plan])
+            self._recorder.asked(plan.sizes)
             try:
                 self._require_fresh()
                 with self._watched():
@@ -232,6 +244,7 @@ class BucketManager:
         for plan in plans:
             if plan.kind == "refuse":
                 with self.family.lock:
+                    self._recorder.asked(plan.sizes)
                     self._recorder.call("refused", plan.code, plan.reason)
                 what = "a larger bucket" if self.spec.overflow == "split" else "a larger bucket, or set overflow: eager"
                 raise NoBucketError(plan.reason or "no bucket", hint=f"add {what}")
@@ -251,7 +264,7 @@ class BucketManager:
         position = self._order[self.spec.request_axis or ""]
         results, start = [], 0
         for size in plan.parts:
-            piece = self.lattice.plan((*plan.sizes[:position], size, *plan.sizes[position + 1 :]))
+            piece = self._dispatch.plan((*plan.sizes[:position], size, *plan.sizes[position + 1 :]))
             part = {name: tensor.narrow(0, start, size) for name, tensor in inputs.items()}
             result, outcome, code, reason = self._run_whole(piece, part, keep=True)
             if code is not None:
@@ -323,6 +336,10 @@ class BucketManager:
             return dict(self._example(sizes, generator))
         return {slot.name: slot.example(sizes, generator) for slot in self.slots}
 
+    def outputs_of(self, raw: object) -> dict[str, Tensor]:
+        """The declared outputs in what the function returned. Raises ConfigError if one is missing."""
+        return self._outputs.select(raw)
+
     def check_outputs(self, captured: Captured) -> dict[str, Tensor]:
         """Replay once as filled; the static outputs, their shapes compared with the set. Raises ConfigError."""
         outputs = self._outputs.select(captured.executable.replay())
@@ -340,6 +357,14 @@ class BucketManager:
                 self._drop(new.bucket)
                 self._captured[new.bucket] = new
             self._contract = contract
+            if self.spec.dispatch == "cheapest":
+                self._dispatch = Cheapest(self.lattice, self._prices())
+
+    def _prices(self) -> Prices:
+        held = [(bucket, captured) for bucket, captured in self._captured.items() if captured.error is None]
+        replay = {bucket: captured.replay_ms for bucket, captured in held if captured.replay_ms is not None}
+        eager = {bucket: captured.eager_ms for bucket, captured in held if captured.eager_ms is not None}
+        return Prices(replay, eager, PART_MS)
 
     def ready(self) -> None:
         self._state = "lazy" if self.policy.lazy else "warm"

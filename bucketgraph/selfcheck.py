@@ -19,6 +19,7 @@ from bucketgraph.errors import CaptureError
 from bucketgraph.slots import Slot, unpad
 
 if TYPE_CHECKING:
+    from bucketgraph.executables import Executable
     from bucketgraph.manager import BucketManager, Captured
 
 # Relative to the largest magnitude of the reference: a sum over a padded row may be grouped differently.
@@ -69,6 +70,16 @@ def _sizes(manager: BucketManager, bucket: Bucket, level: str) -> Iterator[dict[
         if sizes not in tried:
             tried.append(sizes)
             yield sizes
+
+
+def require_agreement(manager: BucketManager, captured: Captured, executable: Executable) -> None:
+    """What an executable computes of the filled inputs is what the manager's function does. Raises CaptureError."""
+    sizes = inner_sizes(manager, captured.bucket)
+    got = _real(manager, manager.outputs_of(executable.replay()), sizes)
+    want = _real(manager, manager.outputs_of(manager.fn(**captured.inputs.views)), sizes)
+    for name, spec in manager.spec.outputs.items():
+        if spec.check:
+            _difference(name, got[name], want[name], manager.policy.tolerance)
 
 
 def _check_sizes(manager: BucketManager, captured: Captured, sizes: Mapping[str, int], level: str) -> float:

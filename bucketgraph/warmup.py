@@ -24,12 +24,13 @@ from bucketgraph import executables, selfcheck
 from bucketgraph.buckets import Bucket
 from bucketgraph.errors import CaptureError
 from bucketgraph.executables import Executable
+from bucketgraph.executables.eager import Eager
 from bucketgraph.executables.family import synchronize
 
 if TYPE_CHECKING:
     from bucketgraph.manager import BucketManager, Captured
 
-_STAGES = ("warm", "capture", "check")
+_STAGES = ("warm", "capture", "check", "price")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Progress:
 
     name: str  # the manager's
     bucket: str
-    stage: str  # warm, capture or check
+    stage: str  # warm, capture, check or price
     done: int
     total: int
     seconds: float
@@ -58,6 +59,8 @@ class BucketReport:
     error: str | None
     variant: str | None = None  # which of the functions that may serve the bucket does
     variants: dict[str, float | str] = field(default_factory=dict)  # ms of a replay of each, or how it failed
+    replay_ms: float | None = None  # where dispatch goes by cost
+    eager_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -114,11 +117,13 @@ def warm_up(
         if stage == "capture" and managers[0].device.type == "cuda":
             torch.cuda.empty_cache()  # what warming used lies in the common pool, where no graph can have it
         for manager, captured in work:
+            if stage == "price" and manager.spec.dispatch != "cheapest":
+                continue
             done += 1
             if captured.error is None and (stage != "check" or manager.policy.self_check):
                 _step(stage, manager, captured)
             if on_progress is not None:
-                total = len(work) * len(_STAGES)
+                total = 3 * len(work) + sum(owner.spec.dispatch == "cheapest" for owner, _ in work)
                 label = (manager.name, str(captured.bucket), stage)
                 on_progress(Progress(*label, done, total, captured.seconds, captured.error))
     # Not before: calls that are served by earlier captures meanwhile are held to the earlier contract.
@@ -128,7 +133,8 @@ def warm_up(
             manager.ready()
     rows = tuple(
         BucketReport(
-            m.name, str(c.bucket), c.executable.kind, c.seconds, c.mib, c.check, c.error, c.variant, dict(c.tried)
+            *(m.name, str(c.bucket), c.executable.kind, c.seconds, c.mib, c.check, c.error, c.variant),
+            *(dict(c.tried), c.replay_ms, c.eager_ms),
         )
         for m, c in work
     )
@@ -140,7 +146,7 @@ def _step(stage: str, manager: BucketManager, captured: Captured) -> None:
     started = time.perf_counter()
     try:
         with manager.family.turn(), manager.around_step():
-            {"warm": _warm, "capture": _capture, "check": _check}[stage](manager, captured)
+            {"warm": _warm, "capture": _capture, "check": _check, "price": _price}[stage](manager, captured)
     except Exception as error:
         captured.error = f"{stage}: {_told(error)}"
         manager.family.examine(error)
@@ -187,11 +193,12 @@ def _capture(manager: BucketManager, captured: Captured) -> None:
 
 
 def _choose(manager: BucketManager, captured: Captured) -> None:
-    """Capture each variant and keep the one whose replay is the shortest."""
+    """Capture each variant; of those that compute what the function does, keep the one whose replay is the shortest."""
     times: dict[str, float] = {}
     for name in list(captured.variants):
         with _attempt(manager, captured, name) as executable:
             executable.capture()
+            selfcheck.require_agreement(manager, captured, executable)
             times[name] = executables.milliseconds(executable, manager.device)
         for slower in sorted(times, key=times.__getitem__)[1:]:
             captured.tried[slower] = round(times.pop(slower), 6)
@@ -225,6 +232,14 @@ def _fill(manager: BucketManager, captured: Captured) -> None:
 
 def _check(manager: BucketManager, captured: Captured) -> None:
     captured.check = selfcheck.check(manager, captured)
+
+
+def _price(manager: BucketManager, captured: Captured) -> None:
+    """What a replay costs, and the function itself at the bucket's size."""
+    _fill(manager, captured)
+    device = manager.device
+    captured.replay_ms = round(executables.milliseconds(captured.executable, device), 6)
+    captured.eager_ms = round(executables.milliseconds(Eager(captured.fn, captured.inputs.views), device), 6)
 
 
 def _told(error: BaseException) -> str:

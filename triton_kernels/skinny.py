@@ -9,15 +9,18 @@ differs. `pdl.py` has the rules of `pdl=True`.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import checks
+from . import checks, streamed
 from . import pdl as chain
 from .rms_norm import rms_norm
 
+Form = Literal["auto", "streamed"]
 MAX_ROWS = 64
 MAX_WIDTH = 32768
 WHOLE_ROWS = 4  # up to as many rows a program holds its weights in registers
@@ -25,7 +28,7 @@ WHOLE_WIDTH = 16384  # and up to this K
 RESIDENT = 396  # programs of the dot form on those SMs at once
 PREFETCH = 24 * 2**20  # bytes of weights asked into L2 early: half of it
 
-Tile = tuple[int, int, int, int]  # BN, BK, warps, stages; 0 stages: whole weight rows in registers
+Tile = tuple[int, int, int, int]  # BN, BK, warps, stages; 0 stages: whole weight rows in registers; -1: streamed.py
 
 
 @triton.jit
@@ -196,10 +199,20 @@ def _skinny(
     eps: float,
     gated: bool,
     pdl: bool,
+    form: Form,
     tile: Tile | None,
 ) -> Tensor:
     (rows, width), columns = x.shape, y.shape[1]
+    if tile is None and form == "streamed":
+        slice_size, warps = streamed.streamed_tile(rows, columns, width, gated)
+        tile = streamed.COLUMNS, slice_size, warps, -1
     block_n, block_k, warps, stages = tile or skinny_tile(rows, columns, width, x.dtype, gated)
+    if stages < 0:
+        checks.require(
+            x.dtype == torch.bfloat16 and rows <= streamed.MAX_ROWS and streamed.compiles(),
+            f"streamed: given {rows} rows of {x.dtype}, expected up to {streamed.MAX_ROWS} of bfloat16, and Gluon",
+        )
+        return streamed.launch(x, norm, weight, bias, residual, y, eps, gated, pdl, (block_k, warps))
     grid = (triton.cdiv(columns, block_n),)
     flags = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated, "PDL": pdl}
     shape = {"N": columns, "K": width, "BN": block_n, "BK": block_k}
@@ -258,11 +271,13 @@ def norm_linear(
     bias: Tensor | None = None,
     *,
     pdl: bool = False,
+    form: Form = "auto",
     tile: Tile | None = None,
 ) -> Tensor:
     """`rms_norm(residual [B, H]) @ weight [N, H].T + bias [N]` as `[B, N]`, for B of 1 to 64.
 
-    `pdl`: as part of a chain (`pdl.py`). `tile` overrides `skinny_tile`. Raises ValueError for what does not fit.
+    `pdl`: as part of a chain (`pdl.py`). `form`: `streamed` is `streamed.py`. `tile` overrides both. Raises ValueError
+    for what does not fit.
     """
     rows, width = residual.shape
     columns = weight.shape[0]
@@ -274,7 +289,7 @@ def norm_linear(
     expected = "[B, H], [H], [N, H], [N]"
     _check("norm_linear", residual, expected, holds, norm_weight=norm_weight, weight=weight, bias=bias)
     y = torch.empty((rows, columns), dtype=residual.dtype, device=residual.device)
-    return _skinny(residual, norm_weight, weight, bias, None, y, eps, False, pdl, tile)
+    return _skinny(residual, norm_weight, weight, bias, None, y, eps, False, pdl, form, tile)
 
 
 def linear_add(
@@ -284,11 +299,13 @@ def linear_add(
     out: Tensor | None = None,
     *,
     pdl: bool = False,
+    form: Form = "auto",
     tile: Tile | None = None,
 ) -> Tensor:
     """`residual [B, N] + x [B, K] @ weight [N, K].T` as `[B, N]`, B to 64; into `out`, maybe `residual` itself.
 
-    `pdl`: as part of a chain (`pdl.py`). `tile` overrides `skinny_tile`. Raises ValueError for what does not fit.
+    `pdl`: as part of a chain (`pdl.py`). `form`: `streamed` is `streamed.py`. `tile` overrides both. Raises ValueError
+    for what does not fit.
     """
     rows, width = x.shape
     columns = weight.shape[0]
@@ -296,7 +313,7 @@ def linear_add(
     holds = weight.shape[1:] == (width,) and tuple(residual.shape) == (rows, columns) and y.shape == residual.shape
     expected = "[B, K], [N, K], [B, N], [B, N]"
     _check("linear_add", x, expected, holds, weight=weight, residual=residual, out=y)
-    return _skinny(x, None, weight, None, residual, y, 0.0, False, pdl, tile)
+    return _skinny(x, None, weight, None, residual, y, 0.0, False, pdl, form, tile)
 
 
 def norm_gate_up(
@@ -306,14 +323,16 @@ def norm_gate_up(
     gate_up: Tensor,
     *,
     pdl: bool = False,
+    form: Form = "auto",
     tile: Tile | None = None,
 ) -> Tensor:
     """`silu(n @ gate.T) * (n @ up.T)` as `[B, F]` of `n = rms_norm(residual [B, H])` and `gate_up [2 F, H]`; B to 64.
 
-    `pdl`: as part of a chain (`pdl.py`). `tile` overrides `skinny_tile`. Raises ValueError for what does not fit.
+    `pdl`: as part of a chain (`pdl.py`). `form`: `streamed` is `streamed.py`. `tile` overrides both. Raises ValueError
+    for what does not fit.
     """
     rows, width = residual.shape
     holds = tuple(norm_weight.shape) == (width,) and gate_up.shape[1:] == (width,) and gate_up.shape[0] % 2 == 0
     _check("norm_gate_up", residual, "[B, H], [H], [2 F, H]", holds, norm_weight=norm_weight, gate_up=gate_up)
     y = torch.empty((rows, gate_up.shape[0] // 2), dtype=residual.dtype, device=residual.device)
-    return _skinny(residual, norm_weight, gate_up, None, None, y, eps, True, pdl, tile)
+    return _skinny(residual, norm_weight, gate_up, None, None, y, eps, True, pdl, form, tile)

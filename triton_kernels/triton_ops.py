@@ -8,6 +8,7 @@ from .rms_norm import rms_norm
 from .rope import rope_and_write
 from .sampling import sample
 from .skinny import linear_add, norm_gate_up, norm_linear
+from .streamed import available as streamed_available
 from .swiglu import swiglu
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "rms_norm",
     "rope_and_write",
     "sample",
+    "streamed_available",
     "swiglu",
 ]

@@ -29,6 +29,7 @@ from bucketgraph.llm.sampling import CompletionOutput, Delta, RequestOutput, Sam
 from bucketgraph.llm.tokenizer import Tokenizer
 from bucketgraph.llm.weights import ModelWeights, load_weights, random_weights
 from bucketgraph.manager import device_of
+from bucketgraph.saved import Saved
 from bucketgraph.stats import Stats
 from bucketgraph.warmup import Progress, WarmupReport
 
@@ -257,6 +258,12 @@ class LLM:
     def stats(self) -> dict[str, Stats]:
         """Counters of each phase."""
         return self._runner.stats()
+
+    def save_stats(self, path: str | os.PathLike[str]) -> None:
+        """Write both phases' counters, sizes asked for and facts of warm-up as JSON, for `bucketgraph report` and
+        `bucketgraph plan --column prefill.tokens`. Raises OSError.
+        """
+        Saved.of(self.stats(), self.bucket_set).save(path)
 
     def release(self) -> None:
         """Give the graphs and the buffers back."""

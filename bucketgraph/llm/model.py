@@ -21,7 +21,16 @@ from bucketgraph import kernels
 from bucketgraph.config import InputSpec, OutputSpec
 from bucketgraph.llm.kv_cache import PagedKVCache
 from bucketgraph.llm.model_config import ModelConfig
-from bucketgraph.llm.projections import FUSED_ROWS, Fused, Invariant, Library, Projections, mixes
+from bucketgraph.llm.projections import (
+    FUSED_ROWS,
+    STREAMED_ROWS,
+    Fused,
+    Invariant,
+    Library,
+    Projections,
+    mixes,
+    streamed_mixes,
+)
 from bucketgraph.llm.rope import cos_sin_table
 from bucketgraph.llm.weights import ModelWeights
 
@@ -98,14 +107,19 @@ class LanguageModel:
         self._counters = torch.zeros(COUNTED_ROWS * config.num_heads, dtype=torch.int32, device=device)
         self._prefill = self._decode = Projections.all(Library(self._ops))
         self._split_size = 0
-        self.mixes: Mapping[str, Projections] = {}  # of the matmuls of a few rows, for warm-up to choose from
+        # Of the matmuls of a few rows, for warm-up to choose from; the second for still fewer.
+        self.mixes: Mapping[str, Projections] = {}
+        self.streamed_mixes: Mapping[str, Projections] = {}
         if numerics == "invariant":
             self._prefill = Projections.all(Invariant(self._ops, "prefill"))
             self._decode = Projections.all(Invariant(self._ops, "decode"))
             # A size of the model's, not of a batch: at most 64 splits of the longest context, in whole tiles.
             self._split_size = max(256, -(-max_model_len // 64 // 64) * 64)
         elif device.type == "cuda":
-            self.mixes = mixes(Fused(self._ops, self._pdl), Library(self._ops))
+            fused, library = Fused(self._ops, self._pdl), Library(self._ops)
+            self.mixes = mixes(fused, library)
+            if weights.embed.dtype == torch.bfloat16 and self._ops.streamed_available():
+                self.streamed_mixes = streamed_mixes(Fused(self._ops, self._pdl, "streamed"), fused, library)
 
     def prefill(
         self,
@@ -172,7 +186,8 @@ class LanguageModel:
         """
         if rows > FUSED_ROWS:
             return {}
-        return {name: partial(self.decode, projections=mix) for name, mix in self.mixes.items()}
+        mixes = {**self.mixes, **(self.streamed_mixes if rows <= STREAMED_ROWS else {})}
+        return {name: partial(self.decode, projections=mix) for name, mix in mixes.items()}
 
     def _layers(self, input_ids: Tensor, attend: Attend, by: Projections) -> Tensor:
         """All layers' sum `[rows, H]`, before the final norm."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FUSED_ROWS = 64  # what the fused kernels take
+STREAMED_ROWS = 16  # and the ones among them that stream weights past shared memory
 
 
 class Projection(Protocol):
@@ -66,19 +67,19 @@ class Invariant:
 class Fused:
     """One kernel each, for up to `FUSED_ROWS` rows; in a chain of dependent launches where the device has them."""
 
-    def __init__(self, ops: ModuleType, pdl: bool) -> None:
-        self._ops, self._pdl = ops, pdl
+    def __init__(self, ops: ModuleType, pdl: bool, form: Literal["auto", "streamed"] = "auto") -> None:
+        self._ops, self._how = ops, {"pdl": pdl, "form": form}
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        made: Tensor = self._ops.norm_linear(x, norm, eps, weight, bias, pdl=self._pdl)
+        made: Tensor = self._ops.norm_linear(x, norm, eps, weight, bias, **self._how)
         return made
 
     def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-        made: Tensor = self._ops.linear_add(x, weight, residual, residual, pdl=self._pdl)
+        made: Tensor = self._ops.linear_add(x, weight, residual, residual, **self._how)
         return made
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
-        made: Tensor = self._ops.norm_gate_up(x, norm, eps, gate_up, pdl=self._pdl)
+        made: Tensor = self._ops.norm_gate_up(x, norm, eps, gate_up, **self._how)
         return made
 
 
@@ -106,4 +107,13 @@ def mixes(fused: Projection, library: Projection) -> dict[str, Projections]:
         "fused o, gate_up and head": Projections(library, fused, fused, library, fused),
         "fused head": Projections(library, library, library, library, fused),
         "library": Projections.all(library),
+    }
+
+
+def streamed_mixes(streamed: Projection, fused: Projection, library: Projection) -> dict[str, Projections]:
+    """The same with the streaming kernels, for up to `STREAMED_ROWS`."""
+    return {
+        "streamed": Projections.all(streamed),
+        "streamed, fused head": Projections(streamed, streamed, streamed, streamed, fused),
+        "streamed, library gate_up": Projections(streamed, streamed, library, streamed, fused),
     }

@@ -27,7 +27,7 @@ from .core import Setting, require
 VOCAB, CONTEXT, PAGES = 500, 192, 400
 LENGTHS = (1, 2, 5, 15, 16, 17, 31, 32, 33, 40, 47, 48, 49, 63, 64, 65, 80, 95, 96, 97, 127, 128, 129, 150)
 SMALL_LENGTHS = (1, 15, 17, 33, 64, 70)
-MIXES = ("fused", "library", "fused, library gate_up", "fused gate_up and head")  # of `fast` matmuls on a GPU
+MIXES = ("fused", "library", "streamed", "fused gate_up and head")  # of `fast` matmuls on a GPU
 STEPS = 4  # decodes that are known for each prompt
 
 # name -> tokens, requests, batch: one wide bucket; chunks and parts; a ladder; odd sizes
@@ -114,8 +114,9 @@ class World:
         config = model_config()
         self.cache = PagedKVCache(config, PAGES, 16, dtype, setting.device)
         model = LanguageModel(config, weights(setting, dtype), self.cache, CONTEXT, bucket_set.numerics)
-        if mix in model.mixes:  # else warm-up chooses by time, and two worlds may differ
-            model.mixes = {mix: model.mixes[mix]}
+        if mix is not None:  # else warm-up chooses by time, and two worlds may differ
+            model.mixes = {name: made for name, made in model.mixes.items() if name == mix}
+            model.streamed_mixes = {name: made for name, made in model.streamed_mixes.items() if name == mix}
         self.runner = Runner(model, bucket_set, CONTEXT)
         self.report = self.runner.warmup()
         require(self.report.ok, f"warm-up: {[bucket.error for bucket in self.report.failed]}")

@@ -74,7 +74,7 @@ def _near(rng: np.random.Generator, sizes: np.ndarray, count: int) -> np.ndarray
 def _compare(lattice: Lattice, wanted: np.ndarray) -> None:
     """Every lookup against all buckets: the cheapest that covers, by work and then volume; an exact fit is itself."""
     sizes = np.array([bucket.sizes for bucket in lattice.buckets])  # [buckets, axes]
-    work = np.array([lattice._work_of(bucket.sizes) for bucket in lattice.buckets], dtype=np.int64)
+    work = np.array([lattice.work_of(bucket.sizes) for bucket in lattice.buckets], dtype=np.int64)
     cost = np.where((sizes[None] >= wanted[:, None]).all(axis=2), work[None], np.iinfo(np.int64).max)
     best = cost.min(axis=1)
     for row, least in zip(wanted.tolist(), best.tolist(), strict=True):

@@ -21,7 +21,7 @@ from bucketgraph.kernels import decode_attention, prefill_attention, rms_norm, r
 from bucketgraph.llm import model
 from bucketgraph.llm.model_config import ModelConfig, load_config
 from bucketgraph.llm.presets import preset, shrink
-from bucketgraph.llm.projections import mixes
+from bucketgraph.llm.projections import mixes, streamed_mixes
 from bucketgraph.llm.weights import ModelWeights, load_weights, random_weights
 
 DEVICE = "cuda"
@@ -121,13 +121,16 @@ def error_of(got: list[Tensor], want: list[Tensor]) -> float:
     return float((torch.cat(got).float() - torch.cat(want)).pow(2).mean().sqrt())
 
 
-@pytest.mark.parametrize("mix", ["fused", "library"])  # else each LLM chooses by time
+@pytest.mark.parametrize("mix", ["fused", "library", "streamed"])  # else each LLM chooses by time
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-0.6b"])
 def test_a_graph_equals_eager_bit_for_bit_in_the_same_bucket(
     name: str, dtype: torch.dtype, mix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "mixes", lambda *ways: {mix: mixes(*ways)[mix]})
+    monkeypatch.setattr(model, "mixes", lambda *ways: {k: m for k, m in mixes(*ways).items() if k == mix})
+    monkeypatch.setattr(
+        model, "streamed_mixes", lambda *ways: {k: m for k, m in streamed_mixes(*ways).items() if k == mix}
+    )
     config = shrink(preset(name), num_layers=4)
     weights = random_weights(config, dtype, DEVICE)
     with served(config, weights) as graph, served(config, weights, executable="eager") as eager:
@@ -196,7 +199,8 @@ def test_the_report_says_which_matmuls_serve_a_small_bucket_and_how_fast_all_of_
     assert len(rows) == 2
     for row in rows:
         times = {name: ms for name, ms in row.variants.items() if isinstance(ms, float)}
-        assert set(times) == set(row.variants) == set(small._runner.model.mixes), "none of them failed"
+        assert set(times) == set(row.variants), "none of them failed"
+        assert set(row.variants) == {*small._runner.model.mixes, *small._runner.model.streamed_mixes}
         assert row.variant == min(times, key=times.__getitem__)
     assert not any(row.variants for row in small.report.buckets if row.name == "prefill")
 

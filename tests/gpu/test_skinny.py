@@ -15,6 +15,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {BF16: 1e-2, FP16: 2e-3, FP32: 2e-5}
 PDL = triton_ops.pdl_supported(DEVICE)
 ROWS = list(range(1, 17))
+STREAMED = pytest.mark.skipif(not triton_ops.streamed_available(), reason="this Triton has no Gluon as it is used here")
 
 # columns, K, dtype: of Llama 1B and 8B, Qwen3-0.6B and SmolLM2
 SIZES = [
@@ -37,18 +38,18 @@ def matrices(rows: int, columns: int, width: int, dtype: torch.dtype) -> tuple[t
     return tuple(t.to(dtype) for t in (x, gain, weight, residual, bias))
 
 
-def compare(rows: int, columns: int, width: int, dtype: torch.dtype, pdl: bool) -> None:
+def compare(rows: int, columns: int, width: int, dtype: torch.dtype, pdl: bool, form: str = "auto") -> None:
     x, gain, weight, residual, bias = matrices(rows, columns, width, dtype)
     x64, gain64, weight64, residual64, bias64 = (t.double() for t in (x, gain, weight, residual, bias))
-    out = triton_ops.norm_linear(x, gain, 1e-5, weight, bias, pdl=pdl)
+    out = triton_ops.norm_linear(x, gain, 1e-5, weight, bias, pdl=pdl, form=form)
     assert relative_error(out, reference.norm_linear(x64, gain64, 1e-5, weight64, bias64)) < TOLERANCE[dtype]
-    out = triton_ops.linear_add(x, weight, residual, pdl=pdl)
+    out = triton_ops.linear_add(x, weight, residual, pdl=pdl, form=form)
     right = reference.linear_add(x64, weight64, residual64)
     assert relative_error(out, right) < TOLERANCE[dtype]
-    assert triton_ops.linear_add(x, weight, residual, residual, pdl=pdl) is residual
+    assert triton_ops.linear_add(x, weight, residual, residual, pdl=pdl, form=form) is residual
     assert torch.equal(residual, out)
     even = columns // 2 * 2
-    out = triton_ops.norm_gate_up(x, gain, 1e-5, weight[:even], pdl=pdl)
+    out = triton_ops.norm_gate_up(x, gain, 1e-5, weight[:even], pdl=pdl, form=form)
     assert relative_error(out, reference.norm_gate_up(x64, gain64, 1e-5, weight64[:even])) < TOLERANCE[dtype]
 
 
@@ -61,6 +62,45 @@ def test_every_row_count_in_bfloat16(rows, nan_memory):
 def test_matmuls_of_real_models(columns, width, dtype, nan_memory):
     for rows in (1, 4, 16):
         compare(rows, columns, width, dtype, PDL)
+
+
+@STREAMED
+@pytest.mark.parametrize("rows", ROWS)
+def test_every_row_count_streamed(rows, nan_memory):
+    compare(rows, 1000, 1000, BF16, PDL, "streamed")
+
+
+@STREAMED
+@pytest.mark.parametrize(("columns", "width"), [(n, k) for n, k, dtype in SIZES if dtype == BF16] + [(33, 96), (8, 64)])
+def test_streamed_matmuls_of_real_models_and_of_sizes_that_nothing_divides(columns, width, nan_memory):
+    for rows in (1, 8, 9, 16):
+        compare(rows, columns, width, BF16, PDL, "streamed")
+
+
+@STREAMED
+@pytest.mark.parametrize("width", [2048, 14336, 1000])
+def test_a_streamed_row_is_bitwise_independent_of_the_others_and_of_how_many_there_are(width):
+    x, gain, weight, residual, _ = matrices(16, 3072, width, BF16)
+    calls = [
+        lambda rows: triton_ops.norm_linear(x[rows].contiguous(), gain, 1e-5, weight, form="streamed"),
+        lambda rows: triton_ops.linear_add(x[rows].contiguous(), weight, residual[rows], form="streamed"),
+        lambda rows: triton_ops.norm_gate_up(x[rows].contiguous(), gain, 1e-5, weight, form="streamed"),
+    ]
+    together = [call(slice(0, 16)) for call in calls]
+    for first, last in ((0, 1), (5, 6), (3, 11), (7, 16)):
+        for call, whole in zip(calls, together, strict=True):
+            assert torch.equal(call(slice(first, last)), whole[first:last]), (first, last)
+    x[:5], x[6:] = float("nan"), float("inf")
+    for call, whole in zip(calls, together, strict=True):
+        assert torch.equal(call(slice(0, 16))[5], whole[5])
+
+
+@STREAMED
+def test_streaming_takes_bfloat16_and_few_rows_only():
+    for rows, dtype in ((17, BF16), (1, FP16), (1, FP32)):
+        x, gain, weight, _, _ = matrices(rows, 64, 64, dtype)
+        with pytest.raises(ValueError, match="streamed"):
+            triton_ops.norm_linear(x, gain, 1e-5, weight, form="streamed")
 
 
 def test_lm_head_of_a_large_vocabulary(nan_memory):
@@ -203,11 +243,11 @@ class Chain:
         self.head = weight(32000, self.hidden)
         self.ids = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
 
-    def step(self, pdl: bool) -> torch.Tensor:
-        ops = triton_ops
+    def step(self, pdl: bool, form: str = "auto") -> torch.Tensor:
+        ops, how = triton_ops, {"pdl": pdl, "form": form}
         x = torch.nn.functional.embedding(self.ids, self.embed)
         for (qkv, o, gate_up, down), case in zip(self.layers, self.cases, strict=True):
-            projected = ops.norm_linear(x, self.gain, 1e-5, qkv, pdl=pdl)
+            projected = ops.norm_linear(x, self.gain, 1e-5, qkv, **how)
             attended = ops.decode_attention(
                 projected,
                 case.positions,
@@ -223,22 +263,23 @@ class Chain:
                 case.k_norm,
                 pdl=pdl,
             )
-            x = ops.linear_add(attended, o, x, pdl=pdl)
-            x = ops.linear_add(ops.norm_gate_up(x, self.gain, 1e-5, gate_up, pdl=pdl), down, x, x, pdl=pdl)
-        return ops.norm_linear(x, self.gain, 1e-5, self.head, pdl=pdl)
+            x = ops.linear_add(attended, o, x, **how)
+            x = ops.linear_add(ops.norm_gate_up(x, self.gain, 1e-5, gate_up, **how), down, x, x, **how)
+        return ops.norm_linear(x, self.gain, 1e-5, self.head, **how)
 
 
 @pytest.mark.skipif(not PDL, reason="needs programmatic dependent launch")
+@pytest.mark.parametrize("form", ["auto", pytest.param("streamed", marks=STREAMED)])
 @pytest.mark.parametrize(("rows", "norm"), [(1, True), (3, False), (16, False)])
-def test_a_chain_in_a_graph_is_bit_for_bit_the_same_with_dependent_launch(rows, norm):
+def test_a_chain_in_a_graph_is_bit_for_bit_the_same_with_dependent_launch(rows, norm, form):
     chain = Chain(rows, norm)
     graphs = {}
     for pdl in (False, True):
-        chain.step(pdl)
+        chain.step(pdl, form)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            logits = chain.step(pdl)
+            logits = chain.step(pdl, form)
             best = logits.argmax(-1)  # an ordinary kernel after the chain
         graphs[pdl] = graph, logits, best
     for _ in range(50):

@@ -64,12 +64,10 @@ def test_an_off_by_one_mask_is_caught() -> None:
 
 
 def test_a_fill_that_leaves_the_tail_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def only_the_corner(view: Tensor, source: Tensor, pad: object) -> None:
-        for dim, size in enumerate(source.shape):
-            view = view.narrow(dim, 0, size)
-        view.copy_(source)
+    def only_the_corner(self: slots._HostSlot, source: Tensor, padded: bool = False) -> None:
+        self._view[tuple(slice(size) for size in source.shape)] = source.numpy()
 
-    monkeypatch.setattr(slots, "_write", only_the_corner)
+    monkeypatch.setattr(slots._HostSlot, "write", only_the_corner)
     error = checked(masked).error
     assert error is not None and "still holds what was there before" in error
 

@@ -57,7 +57,11 @@ def broken(x: Tensor) -> Tensor:
     raise RuntimeError("this kernel does not fit")
 
 
-MS = {fast: 1.0, plain: 2.0, slow: 3.0}
+def wrong(x: Tensor) -> Tensor:
+    return x + 2
+
+
+MS = {wrong: 0.5, fast: 1.0, plain: 2.0, slow: 3.0}
 
 
 @pytest.fixture
@@ -98,6 +102,14 @@ def test_a_variant_that_fails_costs_itself(graphs: list[Recorded]) -> None:
     assert report.ok, report
     assert report.buckets[0].variant == "slow"
     assert "this kernel does not fit" in str(report.buckets[0].variants["broken"])
+
+
+def test_a_variant_that_computes_something_else_is_not_used_however_fast_it_is(graphs: list[Recorded]) -> None:
+    made = manager(wrong=wrong, slow=slow, fast=fast)
+    report = made.warmup()
+    assert report.ok and report.buckets[0].variant == "fast"
+    assert "output y differs" in str(report.buckets[0].variants["wrong"])
+    assert {graph._fn for graph in graphs} == {fast}
 
 
 def test_a_bucket_whose_variants_all_fail_runs_eagerly_and_says_why(graphs: list[Recorded]) -> None:
