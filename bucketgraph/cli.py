@@ -85,8 +85,14 @@ def _parser() -> argparse.ArgumentParser:
     embed.add_argument("texts", nargs="+")
     model_options(embed, "minilm")
 
-    inspect = command("inspect", _inspect, "Show what a bucket set holds.")
+    inspect = command("inspect", _inspect, "Show what a bucket set holds, or the CUDA graph of one bucket.")
     inspect.add_argument("set", help="a YAML file, or the name of a ready set")
+    inspect.add_argument(
+        "--graph", metavar="BUCKET", help="8, batch=8,tokens=128 or decode:8: capture it, show its nodes"
+    )
+    inspect.add_argument("--dot", type=Path, help="write the graph for Graphviz")
+    model_options(inspect, None)
+    llm_options(inspect)
 
     planner_options.add(command("plan", _plan, "Choose bucket sizes for traces of request lengths."))
 
@@ -196,6 +202,12 @@ def _embed(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     from bucketgraph import tables
 
+    if args.graph is not None:
+        from bucketgraph.cuda import command
+
+        return command.run(args, _callable)
+    if any(given is not None for given in (args.dot, args.model, args.device, args.max_model_len)):
+        raise ConfigError("--dot and the options of a model belong to --graph")
     console = _console(sys.stdout)
     for table in tables.set_tables(load(args.set)):
         console.print(table)

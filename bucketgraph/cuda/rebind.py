@@ -1,0 +1,228 @@
+"""Points a captured graph at other memory, by setting its nodes' parameters instead of capturing anew.
+
+    rebinder = Rebinder(graph, second, Moved.of("x", at_a, at_b), lock=family.lock)
+    rebinder.verify("x", ...)                        # once, on poisoned memory
+    rebinder.run({"x": now}, captured.replay)        # each call: what changed is set, then one launch
+
+Rules: a driver cannot be asked what an executable holds, so what was last set is kept here, and this must be the only
+one to update it. Updates hold for later launches and never for one that is enqueued: nothing is waited for. Graphs are
+not thread-safe, so updates and launches share one lock. A failed update leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from bucketgraph.cuda.driver import DriverError
+from bucketgraph.cuda.graph import Graph
+from bucketgraph.cuda.memory import Region
+from bucketgraph.cuda.shadow import Shadow
+from bucketgraph.cuda.sites import Moved, Proof, described, prove
+from bucketgraph.cuda.verify import Check, on_poison
+from bucketgraph.errors import BucketGraphError, InputError
+
+T = TypeVar("T")
+
+
+class RebindError(BucketGraphError, RuntimeError):
+    """A tensor cannot be bound to this address, or to any; the graph reads what it read before, and nothing ran."""
+
+
+@dataclass
+class _Bound:
+    proof: Proof
+    address: int  # where the executable reads the tensor now
+    verified: bool = False
+
+
+class Rebinder:
+    """Rebinds tensors of one captured graph; from threads in which torch has used the graph's device before.
+
+    Args:
+        graph: the first capture, instantiated; with the tensors at their first places.
+        second: the same function captured with the tensors at their second places; only looked at.
+        moved: the tensors that moved between the two.
+        lock: held during updates and launches; the family's, where graphs share a pool.
+
+    Raises:
+        CaptureError: the first capture was not instantiated.
+        InputError: a tensor is named twice.
+    """
+
+    def __init__(
+        self, graph: Graph, second: Graph, *moved: Moved, lock: AbstractContextManager[Any] | None = None
+    ) -> None:
+        self._graph = graph
+        self._driver = graph.driver
+        self._executable = graph.executable()
+        self._lock = lock or threading.RLock()
+        self._bound: dict[str, _Bound] = {}
+        self._shadows: dict[int, Shadow] = {}
+        self._broken: str | None = None
+        self.add(second, *moved)
+
+    def add(self, second: Graph, *moved: Moved) -> None:
+        """Prove more tensors, by another second capture. Their fate and that of earlier ones are independent."""
+        if named := [each.name for each in moved if each.name in self._bound]:
+            raise InputError("already proved", given=", ".join(named))
+        with self._lock:
+            for proof in prove(self._graph, second, *moved):
+                refusal = proof.refusal or self._clash(proof.moved) or self._refused_by_driver(proof)
+                self._bound[proof.moved.name] = _Bound(replace(proof, refusal=refusal), proof.moved.first.address)
+
+    def _clash(self, moved: Moved) -> str | None:
+        for name, other in self._bound.items():
+            if other.proof.moved.first.overlaps(moved.first):
+                return f"it overlaps {name}, so an address may be of either"
+        return None
+
+    def _refused_by_driver(self, proof: Proof) -> str | None:
+        """Set every node of the proof to what it has already: what cannot be updated at all says so now."""
+        for index in sorted({site.node for site in proof.sites}):
+            shadow = self._shadows.setdefault(index, Shadow(self._graph.nodes[index]))
+            try:
+                shadow.set(self._driver, self._executable)
+            except DriverError as error:
+                return f"{described(self._graph.nodes[index])}: {error}"
+        return None
+
+    def refusal(self, name: str) -> str | None:
+        """Why a tensor cannot be rebound; None if it can."""
+        return self._named(name).proof.refusal
+
+    def address(self, name: str) -> int:
+        """Where the graph reads a tensor now."""
+        return self._named(name).address
+
+    def rebind(self, name: str, new: Tensor | int) -> None:
+        """From the next launch on, the graph uses the tensor at another place.
+
+        Args:
+            name: a tensor that moved between the captures.
+            new: a tensor of the same shape, strides and dtype, or the address of one; kept alive by the caller until
+                the last launch that uses it has ended.
+
+        Raises:
+            RebindError: the tensor was refused, the address breaks the alignment, or the driver refused.
+            InputError: there is no such tensor, or the new one has another size.
+        """
+        with self._lock:
+            self._apply({name: new})
+
+    def run(self, new: Mapping[str, Tensor | int], replay: Callable[[], T]) -> T:
+        """Rebind all of these or none, then replay, with no other update in between. Raises as `rebind` does."""
+        with self._lock:
+            self._apply(new)
+            return replay()
+
+    def launch(self, new: Mapping[str, Tensor | int], stream: int) -> None:
+        """As `run`, launching on a stream (CUstream) without torch, whose random generators stay as they are."""
+        self.run(new, lambda: self._driver.launch(self._executable, stream))
+
+    def verify(self, name: str, new: Tensor | int, check: Check[T]) -> str | None:
+        """Replay on another place with the old ones poisoned, once; then bind the tensor back.
+
+        Returns:
+            None if the results were right; else the reason, for which the tensor is refused from now on. Raises as
+            `rebind` does.
+        """
+        with self._lock:
+            bound = self._named(name)
+            was = bound.address
+            reason = on_poison(check, lambda: self._apply({name: new}), lambda: self._apply({name: was}))
+            bound.verified = reason is None
+            if reason is not None:
+                bound.proof = replace(bound.proof, refusal=reason)
+            return reason
+
+    def renew(self) -> None:
+        """After torch instantiated the graph anew: take the new executable and set in it what was bound."""
+        with self._lock:
+            self._executable, self._broken = self._graph.executable(), None
+            now = {name: bound.address for name, bound in self._bound.items() if bound.proof.refusal is None}
+            self._shadows = {index: Shadow(self._graph.nodes[index]) for index in self._shadows}
+            for bound in self._bound.values():
+                bound.address = bound.proof.moved.first.address
+            self._apply(now)
+
+    def explain(self) -> list[str]:
+        """A line for each tensor and each of its sites, or the reason why it cannot be rebound."""
+        lines = []
+        for name, bound in self._bound.items():
+            if bound.proof.refusal is not None:
+                lines.append(f"{name}: refused: {bound.proof.refusal}")
+                continue
+            count = len(bound.proof.sites)
+            checked = "verified on poisoned memory" if bound.verified else "not verified"
+            lines.append(f"{name}: {count} site{'s' * (count != 1)}, at 0x{bound.address:x}, {checked}")
+            for site in bound.proof.sites:
+                node = described(self._graph.nodes[site.node])
+                where = f"parameter {site.parameter}, byte {site.offset} of its block"
+                lines.append(f"  {node}, {where}: {name} + {site.inside}, divisible by {site.alignment}")
+        return lines
+
+    def _named(self, name: str) -> _Bound:
+        if name not in self._bound:
+            raise InputError("no such tensor was proved", given=name, expected=", ".join(self._bound))
+        return self._bound[name]
+
+    def _apply(self, new: Mapping[str, Tensor | int]) -> None:
+        """Set all of these addresses, or none of them. The lock must be held."""
+        if self._broken is not None:
+            raise RebindError("the executable is in an unknown state", given=self._broken, hint="instantiate anew")
+        was = {name: self._named(name).address for name in new}
+        now = {name: self._checked(name, place) for name, place in new.items()}
+        moves = {name: address for name, address in now.items() if address != was[name]}
+        done: list[Shadow] = []
+        try:
+            for shadow in self._written(moves):
+                done.append(shadow)
+                shadow.set(self._driver, self._executable)
+        except DriverError as error:
+            self._take_back(done, {name: was[name] for name in moves})
+            raise RebindError(f"cannot rebind {', '.join(moves)}", given=str(error)) from error
+        for name, address in moves.items():
+            self._bound[name].address = address
+
+    def _take_back(self, done: list[Shadow], was: Mapping[str, int]) -> None:
+        self._written(was)
+        try:
+            for shadow in done:
+                shadow.set(self._driver, self._executable)
+        except DriverError as error:
+            self._broken = str(error)
+
+    def _written(self, addresses: Mapping[str, int]) -> list[Shadow]:
+        """The shadows of the nodes that hold these tensors, with the addresses written into their bytes."""
+        changed: dict[int, Shadow] = {}
+        for name, address in addresses.items():
+            for site in self._bound[name].proof.sites:
+                shadow = changed.setdefault(site.node, self._shadows[site.node])
+                shadow.write(site.offset, address + site.inside)
+        return list(changed.values())
+
+    def _checked(self, name: str, new: Tensor | int) -> int:
+        proof = self._bound[name].proof
+        if proof.refusal is not None:
+            raise RebindError(f"{name} cannot be rebound", given=proof.refusal)
+        size = proof.moved.first.size
+        region = Region.of(name, new) if isinstance(new, Tensor) else Region(name, new, size)
+        if region.size != size:
+            raise InputError(f"{name} has another size", given=f"{region.size} bytes", expected=f"{size} bytes")
+        for site in proof.sites:
+            if region.address <= 0 or (region.address + site.inside) % site.alignment:
+                node = described(self._graph.nodes[site.node])
+                raise RebindError(
+                    f"{name} is not aligned for {node}",
+                    given=f"0x{region.address:x}",
+                    expected=f"a multiple of {site.alignment} bytes"
+                    + (f", less {site.inside}" if site.inside % site.alignment else ""),
+                    hint="its code was chosen for that: copy instead",
+                )
+        return region.address
