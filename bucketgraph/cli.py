@@ -79,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-k", type=int, default=0)
     generate.add_argument("--seed", type=int)
     generate.add_argument("--chat", action="store_true", help="each prompt is a user's message")
+    generate.add_argument(
+        "--loop", choices=["host", "device"], default="host", help="device: the GPU decodes without the CPU"
+    )
     generate.add_argument("--json", action="store_true", help="one JSON object per prompt")
 
     embed = command("embed", _embed, "Embed texts with a sentence encoder; one JSON list per line.")
@@ -177,7 +180,7 @@ def _generate(args: argparse.Namespace) -> int:
         raise ConfigError("generate takes text, and random weights have no tokenizer", given=model)
     llm = _load_llm(model, args.buckets, args)
     prompts: list[Any] = [_chat_ids(llm, text) if args.chat else text for text in args.prompts]
-    results = llm.generate(prompts, params)
+    results = llm.generate(prompts, params, loop=args.loop)
     for text, result in zip(args.prompts, results, strict=True):
         done = result.outputs[0]
         if args.json:

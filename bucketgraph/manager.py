@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -46,8 +47,8 @@ class Captured:
     variants: dict[str, tuple[Callable[..., Any], Executable]] = field(default_factory=dict)  # till one is chosen
     variant: str | None = None  # the name of the one chosen
     tried: dict[str, float | str] = field(default_factory=dict)  # ms of a replay of each variant, or how it failed
-    replay_ms: float | None = None  # what costs decide by, where the set's dispatch asks for it
-    eager_ms: float | None = None
+    replay_ms: float | None = None  # of one replay
+    eager_ms: float | None = None  # of the function at the bucket's size, where the set's dispatch goes by cost
     seconds: float = 0.0  # warm, capture and check together
     mib: float = 0.0  # device memory that the capture took
     check: float | None = None  # largest relative error of padded replay against unpadded eager
@@ -342,7 +343,12 @@ class BucketManager:
 
     def check_outputs(self, captured: Captured) -> dict[str, Tensor]:
         """Replay once as filled; the static outputs, their shapes compared with the set. Raises ConfigError."""
-        outputs = self._outputs.select(captured.executable.replay())
+        began = time.perf_counter()
+        raw = captured.executable.replay()
+        if self.device.type == "cpu":  # where a replay takes long, and is over when it returns
+            took = 1e3 * (time.perf_counter() - began)
+            captured.replay_ms = min(took, captured.replay_ms or took)
+        outputs = self._outputs.select(raw)
         self._outputs.check(outputs, captured.bucket)
         return outputs
 

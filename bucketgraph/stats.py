@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -46,7 +47,7 @@ class BucketStats:
     variant: str | None = None  # which of the functions that may serve it does
     variants: dict[str, Amount | str] = field(default_factory=dict)  # ms of a replay of each, or how it failed
     error: str | None = None  # why it is not used
-    replay_ms: Amount | None = None  # of one replay; measured where variants were compared, or dispatch goes by cost
+    replay_ms: Amount | None = None  # of one replay, as warm-up measured it; None if it failed or was not captured
 
     @property
     def padding(self) -> float:
@@ -60,7 +61,7 @@ class Stats:
 
     name: str
     calls: Count
-    outcomes: dict[str, Count]  # replayed, split, eager, refused, raised: they add up to calls
+    outcomes: dict[str, Count]  # replayed, split, eager, refused, raised, looped: they add up to calls
     fallbacks: dict[str, Count]  # outcome:code, such as eager:over_largest; parts of split calls count, too
     buckets: tuple[BucketStats, ...] = field(default=())
     after_warmup: dict[str, int] = field(default_factory=dict)  # of the whole process: compiles, memory segments
@@ -119,15 +120,25 @@ class Recorder:
         self._sizes: dict[tuple[int, ...], int] = {}
         self._other = 0
 
-    def asked(self, sizes: tuple[int, ...]) -> None:
+    def asked(self, sizes: tuple[int, ...], calls: int = 1) -> None:
         """A call came with these sizes: once for each call that `call` is told the end of."""
         try:
-            self._sizes[sizes] += 1
+            self._sizes[sizes] += calls
         except KeyError:
             if len(self._sizes) < MAX_SIZES:
-                self._sizes[sizes] = 1
+                self._sizes[sizes] = calls
             else:
-                self._other += 1
+                self._other += calls
+
+    def looped(self, bucket: Bucket, steps: Mapping[int, int]) -> None:
+        """A run of a device loop: steps by how many rows they had, each of which would have been a call."""
+        for rows, count in steps.items():
+            self.asked((rows,), count)
+            self._outcomes["looped"] += count
+            row = self._hits[bucket]
+            row[0] += count
+            row[1] += count * rows
+            row[2] += count * prod(bucket.sizes)
 
     def call(self, outcome: str, code: str | None = None, reason: str | None = None) -> None:
         """One call ended as `outcome`; a way out is logged the first time its code is seen."""
@@ -179,7 +190,6 @@ class Recorder:
         hits, real, padded = self._hits[bucket]
         if captured is None:
             return BucketStats(str(bucket), "none", hits, real, padded, bucket.as_dict())
-        tried = captured.tried.get(captured.variant or "")
         return BucketStats(
             str(bucket),
             captured.serves,
@@ -192,5 +202,5 @@ class Recorder:
             captured.variant,
             dict(captured.tried),
             captured.error,
-            tried if captured.replay_ms is None and isinstance(tried, float) else captured.replay_ms,
+            captured.replay_ms,
         )

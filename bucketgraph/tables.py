@@ -104,7 +104,7 @@ def progress(console: Console) -> Iterator[Callable[[Progress], None]]:
             bar.update(
                 task, completed=step.done, total=step.total, description=f"{step.stage} {step.name} {step.bucket}"
             )
-            if step.error and step.stage == "check":
+            if step.error and step.stage == "price":
                 console.print(f"[red]{step.name} {step.bucket}: {escape(step.error)}", highlight=False)
 
         yield advance

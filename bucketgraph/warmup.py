@@ -2,7 +2,8 @@
 
 Order: all buckets are warmed, largest first, before any is captured, so that no workspace grows and nothing compiles
 afterwards; then all are captured, largest first, so that smaller ones reuse the pool; then each is replayed, padded,
-against the unpadded function. A failure costs its bucket, which runs eagerly; a broken device ends warm-up.
+against the unpadded function; then each is timed. A failure costs its bucket, which runs eagerly; a broken device ends
+warm-up.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class BucketReport:
     error: str | None
     variant: str | None = None  # which of the functions that may serve the bucket does
     variants: dict[str, float | str] = field(default_factory=dict)  # ms of a replay of each, or how it failed
-    replay_ms: float | None = None  # where dispatch goes by cost
-    eager_ms: float | None = None
+    replay_ms: float | None = None  # of one replay; None where the bucket failed
+    eager_ms: float | None = None  # of the function at the bucket's size, where dispatch goes by cost
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ def warm_up(
         DeviceError: the device is unusable after a failure, so that no bucket could be trusted.
     """
     started = time.perf_counter()
-    gc.collect()  # garbage found during a capture would end it
+    if managers[0].device.type == "cuda":
+        gc.collect()  # garbage found during a capture would end it
     work = [
         (manager, manager.build(bucket))
         for manager in managers
@@ -117,14 +119,12 @@ def warm_up(
         if stage == "capture" and managers[0].device.type == "cuda":
             torch.cuda.empty_cache()  # what warming used lies in the common pool, where no graph can have it
         for manager, captured in work:
-            if stage == "price" and manager.spec.dispatch != "cheapest":
-                continue
             done += 1
             if captured.error is None and (stage != "check" or manager.policy.self_check):
                 _step(stage, manager, captured)
             if on_progress is not None:
-                total = 3 * len(work) + sum(owner.spec.dispatch == "cheapest" for owner, _ in work)
                 label = (manager.name, str(captured.bucket), stage)
+                total = len(_STAGES) * len(work)
                 on_progress(Progress(*label, done, total, captured.seconds, captured.error))
     # Not before: calls that are served by earlier captures meanwhile are held to the earlier contract.
     for manager, contract in zip(managers, contracts, strict=True):
@@ -235,11 +235,17 @@ def _check(manager: BucketManager, captured: Captured) -> None:
 
 
 def _price(manager: BucketManager, captured: Captured) -> None:
-    """What a replay costs, and the function itself at the bucket's size."""
+    """What a replay costs, unless that is known, and where costs decide, the function itself at the bucket's size."""
+    device, tried = manager.device, captured.tried.get(captured.variant or "")
+    if isinstance(tried, float):  # by the choice among variants
+        captured.replay_ms = tried
+    by_cost = manager.spec.dispatch == "cheapest"
+    if not by_cost and captured.replay_ms is not None:
+        return
     _fill(manager, captured)
-    device = manager.device
     captured.replay_ms = round(executables.milliseconds(captured.executable, device), 6)
-    captured.eager_ms = round(executables.milliseconds(Eager(captured.fn, captured.inputs.views), device), 6)
+    if by_cost:
+        captured.eager_ms = round(executables.milliseconds(Eager(captured.fn, captured.inputs.views), device), 6)
 
 
 def _told(error: BaseException) -> str:

@@ -39,7 +39,7 @@ from bucketgraph.config import BucketSet, parse
 from bucketgraph.llm.kv_cache import PagedKVCache
 from bucketgraph.llm.model_config import ModelConfig
 from bucketgraph.llm.presets import shrink
-from bucketgraph.llm.request import Request
+from bucketgraph.llm.request import LoopKind, Request
 from bucketgraph.llm.sampling import SamplingParams
 from bucketgraph.llm.weights import ModelWeights, random_weights
 from bucketgraph.manager import Captured
@@ -170,6 +170,20 @@ def stepped(step: Callable[[], tuple[Tensor, Tensor]], device: torch.device, war
             wall.append(1e3 * (time.perf_counter() - began))
             gpu.append(events[0].elapsed_time(events[1]) if events else wall[-1])
     return {"gpu_ms": spread(gpu), "wall_ms": spread(wall)}
+
+
+@contextmanager
+def busy_cpu() -> Iterator[None]:
+    """Every core that this process may use has another one that spins on it."""
+    spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    try:
+        time.sleep(0.5)
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+        for spinner in spinners:
+            spinner.wait()
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
@@ -417,6 +431,7 @@ def serve(
     max_model_len: int,
     page_size: int = 16,
     live: int = 0,
+    loop: LoopKind = "host",
 ) -> LLM:
     """An LLM with these buckets, warmed up and checked; `live` is the tokens that requests hold at once."""
     dtype = weights.embed.dtype
@@ -436,7 +451,7 @@ def serve(
             },
         }
     )
-    return LLM.from_weights(config, weights, made, max_model_len=max_model_len)
+    return LLM.from_weights(config, weights, made, max_model_len=max_model_len, loop=loop)
 
 
 def failed(llm: LLM) -> str:

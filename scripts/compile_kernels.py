@@ -139,6 +139,13 @@ def sampling(vocab: int, dtype: torch.dtype) -> None:
     triton_ops.sample(torch.empty(1, vocab, dtype=dtype), f, i, f, i.long(), i)
 
 
+def advance(page: int) -> None:
+    i, f = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+    table = torch.zeros(1, 4, dtype=torch.int32)
+    state, flags = torch.zeros(4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    triton_ops.advance(i.long(), i.long(), i, i.long(), i, f, table, i, i, table.T, state, flags, table.T, page)
+
+
 def skinny(rows: int, sizes: tuple[int, int, int, int], vocab: int, dtype: torch.dtype, pdl: bool) -> None:
     """The matmuls of a decode layer (hidden, gated, QKV and attention widths), and the LM head."""
     for form in ("auto", *(rows <= 16 and dtype == torch.bfloat16) * ("streamed",)):
@@ -213,6 +220,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         )
     for vocab, dtype in ((128256, bf16), (151936, bf16), (128256, fp32)):
         yield f"sample {dtype} V={vocab}", lambda v=vocab, t=dtype: sampling(v, t)
+    for page in (16, 64):
+        yield f"advance page={page}", lambda p=page: advance(p)
 
 
 def record() -> list[Launch]:

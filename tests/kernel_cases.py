@@ -171,6 +171,7 @@ VARIANTS = {
     "_threshold": 1,
     "_tile_best": 1,
     "_row_best": 1,
+    "_advance": 1,
 }
 
 
@@ -200,3 +201,8 @@ def forward(rows: int, width: int, device: str, odd: bool = False) -> None:
     one = torch.ones(rows, device=device)
     logits = torch.randn(rows, 1000, device=device)
     triton_ops.sample(logits, one, meta(5), one, meta(5, torch.int64), meta(0))
+    long = torch.int64
+    columns, flags = torch.ones(2, rows, dtype=torch.int32, device=device), torch.zeros(rows + 1, dtype=torch.int32)
+    state = torch.tensor([0, 0, 0, 1], dtype=torch.int32, device=device)
+    inputs = (meta(1, long), meta(1, long), meta(1), meta(1, long), meta(1), one, tables)
+    triton_ops.advance(*inputs, meta(5), meta(2), columns, state, flags.to(device), columns.clone(), page)

@@ -112,7 +112,8 @@ def free_pages(llm: LLM) -> int:
 
 def is_idle(llm: LLM) -> bool:
     """Nothing waits, runs or holds a page."""
-    return llm._runner.cache.is_idle and not llm._engine._running and not llm._engine._waiting
+    engine = llm._engine
+    return llm._runner.cache.is_idle and not engine._running and not engine._waiting and engine._run is None
 
 
 def pad(rows: Sequence[Sequence[int]], side: str, fill: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

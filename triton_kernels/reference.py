@@ -305,3 +305,40 @@ def sample(
             scores[wants] = scores[wants].masked_fill(~keep, float("-inf"))
         tokens[drawn] = scores.argmax(dim=-1)
     return tokens
+
+
+def advance(
+    tokens: Tensor,  # [B] int64: what the step sampled
+    input_ids: Tensor,  # [B] int64; this and the next five are the step's inputs, and are made the next one's
+    positions: Tensor,  # [B] int32
+    slot_mapping: Tensor,  # [B] int64
+    kv_lens: Tensor,  # [B] int32, 0 in rows that are padding
+    temperature: Tensor,  # [B] float32
+    block_tables: Tensor,  # [B, W] int32
+    limits: Tensor,  # [B] int32: tokens at which a row ends, its prompt included
+    stops_after: Tensor,  # [B] int32: stop tokens count in a row of more tokens than this
+    stops: Tensor,  # [any, B] int32: stop tokens of each row, filled up with -1
+    state: Tensor,  # [4] int32: steps so far; whether to go on; rows that are too few to go on; columns of `stops` used
+    flags: Tensor,  # [B + 1] int32, set by the host: a row that is to end, and last the whole run
+    ring: Tensor,  # [steps, B] int32: gets a line of tokens, -1 in rows that are padding
+    page_size: int,
+) -> None:
+    """Make the next decode step's inputs from what this one sampled, in place, and say whether there is a next one.
+
+    Rows go on until their limit, a stop token or their flag; the run until as few rows as `state[2]` go on, it is
+    halted or the ring is full. The tokens of the step count all the same.
+    """
+    steps, _, floor, columns = state.tolist()
+    live, now = kv_lens > 0, kv_lens + 1
+    ring[steps] = torch.where(live, tokens, -1)
+    stopped = (stops[:columns] == tokens).any(0) & (now > stops_after)
+    goes = live & ~stopped & (now < limits) & (flags[:-1] == 0)
+    entry = (kv_lens // page_size).clamp(max=block_tables.shape[1] - 1).long()
+    page = block_tables.gather(1, entry[:, None])[:, 0].long()
+    slot_mapping.copy_(torch.where(goes, page * page_size + kv_lens % page_size, -1))
+    input_ids.copy_(torch.where(goes, tokens, 0))
+    positions.copy_(torch.where(goes, kv_lens, 0))
+    kv_lens.copy_(torch.where(goes, now, 0))
+    temperature.copy_(torch.where(goes, temperature, 0.0))
+    again = int(goes.sum()) > floor and int(flags[-1]) == 0 and steps + 1 < len(ring)
+    state[0], state[1] = steps + 1, int(again)

@@ -1,5 +1,6 @@
 """The Triton kernels under the names and signatures of `reference`."""
 
+from .advance import advance
 from .decode_attention import decode_attention
 from .matmul import linear
 from .pdl import pdl_supported
@@ -12,6 +13,7 @@ from .streamed import available as streamed_available
 from .swiglu import swiglu
 
 __all__ = [
+    "advance",
     "decode_attention",
     "linear",
     "linear_add",

@@ -19,6 +19,7 @@ from bucketgraph.cuda.driver import (
     MemsetParams,
     NodeKind,
 )
+from bucketgraph.cuda.nvrtc import compiled
 from bucketgraph.errors import ConfigError
 
 _OLDEST = 13000  # CUDA 13.0: edges and captures have other signatures before
@@ -26,6 +27,7 @@ _PROGRAMMATIC = 1  # CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
 _COOPERATIVE, _CLUSTER, _DEVICE_UPDATABLE = 2, 4, 13  # CUkernelNodeAttrID
 _MEMORY_TYPES: dict[int, MemoryType] = {1: "host", 2: "device", 3: "array", 4: "unified"}
 _KINDS: tuple[NodeKind, ...] = get_args(NodeKind)
+_ASSIGN_DEFAULT = 1  # CU_GRAPH_COND_ASSIGN_DEFAULT: each launch starts from the default
 _END_OF_PARAMETERS = 1  # CUDA_ERROR_INVALID_VALUE
 
 
@@ -133,6 +135,10 @@ class Bindings:
         )
 
     def set_kernel_params(self, executable: int, node: int, params: KernelParams) -> None:
+        made = self._kernel_node(params)
+        self._call("cuGraphExecKernelNodeSetParams", self._executable(executable), self._node(node), made)
+
+    def _kernel_node(self, params: KernelParams) -> Any:
         made = self._cuda.CUDA_KERNEL_NODE_PARAMS()
         made.func = self._cuda.CUfunction(params.function)
         made.kern = self._cuda.CUkernel(params.kernel)
@@ -141,7 +147,7 @@ class Bindings:
         made.blockDimX, made.blockDimY, made.blockDimZ = params.block
         made.sharedMemBytes = params.shared_bytes
         made.kernelParams = params.arguments
-        self._call("cuGraphExecKernelNodeSetParams", self._executable(executable), self._node(node), made)
+        return made
 
     def set_memcpy_params(self, executable: int, node: int, params: MemcpyParams) -> None:
         made = self._call("cuGraphMemcpyNodeGetParams", self._node(node))  # a copy, with the rest as it was captured
@@ -160,6 +166,64 @@ class Bindings:
 
     def launch(self, executable: int, stream: int) -> None:
         self._call("cuGraphLaunch", self._executable(executable), self._cuda.CUstream(stream))
+
+    def create_graph(self) -> int:
+        return int(self._call("cuGraphCreate", 0))
+
+    def clone_graph(self, graph: int) -> int:
+        return int(self._call("cuGraphClone", self._graph(graph)))
+
+    def destroy_graph(self, graph: int) -> None:
+        self._call("cuGraphDestroy", self._graph(graph))
+
+    def add_while(self, graph: int) -> tuple[int, int]:
+        context, outer = self._call("cuCtxGetCurrent"), self._graph(graph)
+        condition = self._call("cuGraphConditionalHandleCreate", outer, context, 1, _ASSIGN_DEFAULT)
+        params = self._cuda.CUgraphNodeParams()
+        params.type = self._cuda.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        params.conditional.handle, params.conditional.ctx, params.conditional.size = condition, context, 1
+        params.conditional.type = self._cuda.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
+        self._call("cuGraphAddNode", outer, None, None, 0, params)
+        return int(condition), int(params.conditional.phGraph_out[0])
+
+    def add_child(self, graph: int, child: int) -> int:
+        return int(self._call("cuGraphAddChildGraphNode", self._graph(graph), None, 0, self._graph(child)))
+
+    def add_kernel(self, graph: int, params: KernelParams, after: Sequence[int] = ()) -> int:
+        nodes = [self._node(each) for each in after]
+        made = self._kernel_node(params)
+        return int(self._call("cuGraphAddKernelNode", self._graph(graph), nodes, len(nodes), made))
+
+    def require_ends(self, graph: int, edges: Sequence[Edge]) -> None:
+        wanted = {(edge.source, edge.target) for edge in edges if edge.programmatic}
+        if not wanted:
+            return
+        *_, count = self._call("cuGraphGetEdges", graph, 0)
+        found = zip(*(part[:count] for part in self._call("cuGraphGetEdges", graph, count)[:3]), strict=True)
+        # An edge is removed by the data that it has.
+        chosen = [edge for edge in found if (int(edge[0]), int(edge[1])) in wanted]
+        sources, targets, data = ([edge[part] for edge in chosen] for part in range(3))
+        self._call("cuGraphRemoveDependencies", self._graph(graph), sources, targets, data, len(chosen))
+        self._call("cuGraphAddDependencies", self._graph(graph), sources, targets, None, len(chosen))
+
+    def instantiate(self, graph: int) -> int:
+        return int(self._call("cuGraphInstantiate", self._graph(graph), 0))
+
+    def destroy_executable(self, executable: int) -> None:
+        self._call("cuGraphExecDestroy", self._executable(executable))
+
+    def load_module(self, source: str, architecture: str) -> int:
+        return int(self._call("cuModuleLoadData", compiled(source, architecture)))
+
+    def function(self, module: int, name: str) -> int:
+        return int(self._call("cuModuleGetFunction", self._cuda.CUmodule(module), name.encode()))
+
+    def device_address(self, host: int) -> int:
+        wanted = self._cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+        return int(self._call("cuPointerGetAttribute", wanted, host))
+
+    def _graph(self, handle: int) -> Any:
+        return self._cuda.CUgraph(handle)
 
     def _entry(self, params: KernelParams) -> Any:
         return self._cuda.CUfunction(params.function) if params.function else self._cuda.CUkernel(params.kernel)

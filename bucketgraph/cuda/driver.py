@@ -144,6 +144,48 @@ class Driver(Protocol):
         """Enqueue one launch on a stream (CUstream). Torch's random generators are not advanced."""
         ...
 
+    # -- graphs made by hand -----------------------------------------------------------------------------------------
+
+    def create_graph(self) -> int: ...
+
+    def clone_graph(self, graph: int) -> int: ...
+
+    def destroy_graph(self, graph: int) -> None:
+        """One that `create_graph` or `clone_graph` made; its executables live on."""
+        ...
+
+    def add_while(self, graph: int) -> tuple[int, int]:
+        """Add a WHILE node that every launch enters: its condition (CUgraphConditionalHandle), and its empty body."""
+        ...
+
+    def add_child(self, graph: int, child: int) -> int:
+        """Add a copy of a graph as one node."""
+        ...
+
+    def add_kernel(self, graph: int, params: KernelParams, after: Sequence[int] = ()) -> int: ...
+
+    def require_ends(self, graph: int, edges: Sequence[Edge]) -> None:
+        """Make programmatic edges ordinary ones."""
+        ...
+
+    def instantiate(self, graph: int) -> int:
+        """An executable (CUgraphExec)."""
+        ...
+
+    def destroy_executable(self, executable: int) -> None: ...
+
+    def load_module(self, source: str, architecture: str) -> int:
+        """Compile CUDA C++ for an architecture such as sm_90, and load it for good (CUmodule)."""
+        ...
+
+    def function(self, module: int, name: str) -> int:
+        """A kernel of a module (CUfunction)."""
+        ...
+
+    def device_address(self, host: int) -> int:
+        """Where a kernel finds pinned host memory."""
+        ...
+
 
 def load_driver() -> Driver:
     """The real driver. Raises ConfigError where `cuda.bindings` or a CUDA driver is missing."""

@@ -24,6 +24,8 @@ from bucketgraph.executables.family import Family
 
 __all__ = ["Executable", "Family", "make", "milliseconds", "resolve"]
 
+_ROUND_MS = 10.0
+
 
 class Executable(Protocol):
     """A function bound to one bucket's static inputs."""
@@ -51,11 +53,11 @@ def resolve(kind: ExecutableKind, device: torch.device) -> str:
 def milliseconds(executable: Executable, device: torch.device, rounds: int = 3, replays: int = 8) -> float:
     """Time of one replay in ms, on a GPU its own: the shortest of `rounds` averages over `replays` in a row.
 
-    A replay of over 10 ms is measured fewer times.
+    A round takes about `_ROUND_MS`, or one replay; on a CPU it is one replay, and all rounds together take about that.
     """
     if device.type != "cuda":
-        times = []
-        for _ in range(rounds):
+        times: list[float] = []
+        while len(times) < rounds and sum(times) < _ROUND_MS:
             began = time.perf_counter()
             executable.replay()
             times.append(1e3 * (time.perf_counter() - began))
@@ -67,8 +69,8 @@ def milliseconds(executable: Executable, device: torch.device, rounds: int = 3, 
         executable.replay()
         events[1].record()
         events[1].synchronize()
-        if events[0].elapsed_time(events[1]) > 10:
-            replays = 1
+        once = max(events[0].elapsed_time(events[1]), 1e-3)
+        replays = max(1, min(replays, int(_ROUND_MS / once)))
         events[0].record()
         for event in events[1:]:
             for _ in range(replays):

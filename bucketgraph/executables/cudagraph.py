@@ -45,7 +45,7 @@ class CudaGraph:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._family.device)
         self._pool = self._family.pool()
-        with _recording(graph, self._family.stream, self._pool):
+        with recording(graph, self._family.stream, self._pool):
             outputs = self._fn(**self._inputs)
         self._graph, self._outputs = graph, outputs
 
@@ -69,7 +69,8 @@ class CudaGraph:
 
 
 @contextmanager
-def _recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Pool) -> Iterator[None]:
+def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Pool) -> Iterator[None]:
+    """Capture what runs inside into `graph`, by the rules of this file."""
     collects = gc.isenabled()
     gc.disable()
     try:

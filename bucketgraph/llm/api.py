@@ -17,13 +17,14 @@ import torch
 from bucketgraph.config import BucketSet, load
 from bucketgraph.errors import ConfigError, InputError
 from bucketgraph.llm import padded
+from bucketgraph.llm.device_loop import LoopReport
 from bucketgraph.llm.engine import Engine
 from bucketgraph.llm.kv_cache import PagedKVCache, pages_to_fill
 from bucketgraph.llm.model import LanguageModel
 from bucketgraph.llm.model_config import ModelConfig, load_config
 from bucketgraph.llm.padded import PaddedBatch
 from bucketgraph.llm.presets import preset, shrink
-from bucketgraph.llm.request import Request
+from bucketgraph.llm.request import LoopKind, Request
 from bucketgraph.llm.runner import Runner
 from bucketgraph.llm.sampling import CompletionOutput, Delta, RequestOutput, SamplingParams
 from bucketgraph.llm.tokenizer import Tokenizer
@@ -56,6 +57,8 @@ class LLM:
             as the KV cache holds them.
         seed: makes requests without a seed of their own repeatable in order.
         warmup: capture all buckets now; else `warmup()` does it later.
+        loop: what decodes where a call does not say: `host` launches every step; `device` launches once, and the GPU
+            goes on by itself until all are done (docs/device-loop.md). Warm-up builds its loops, then.
 
     Raises:
         ConfigError, ModelError: nothing was loaded.
@@ -72,6 +75,7 @@ class LLM:
         seed: int | None = None,
         warmup: bool = True,
         on_progress: Callable[[Progress], None] | None = None,
+        loop: LoopKind = "host",
     ) -> None:
         name = os.fspath(model)
         where = device_of(None, device)
@@ -86,7 +90,7 @@ class LLM:
             _check_context(max_model_len, bucket_set, config)
             tokenizer = Tokenizer.from_path(name)
             weights = load_weights(name, config, _dtype(dtype, config, where), where)
-        self._build(config, weights, tokenizer, bucket_set, max_model_len, seed)
+        self._build(config, weights, tokenizer, bucket_set, max_model_len, seed, loop)
         if warmup:
             self.warmup(on_progress)
 
@@ -101,10 +105,11 @@ class LLM:
         max_model_len: int | None = None,
         seed: int | None = None,
         warmup: bool = True,
+        loop: LoopKind = "host",
     ) -> Self:
         """An LLM over weights that are in memory already; it runs on their device, in their dtype."""
         self = cls.__new__(cls)
-        self._build(config, weights, tokenizer, _llm_set(buckets), max_model_len, seed)
+        self._build(config, weights, tokenizer, _llm_set(buckets), max_model_len, seed, loop)
         if warmup:
             self.warmup()
         return self
@@ -117,7 +122,9 @@ class LLM:
         bucket_set: BucketSet,
         max_model_len: int | None,
         seed: int | None,
+        loop: LoopKind,
     ) -> None:
+        self._loop = _loop_kind(loop)
         self.config, self.tokenizer, self.bucket_set = config, tokenizer, bucket_set
         self.note = weights.note
         self.dtype, self.device = weights.embed.dtype, weights.embed.device
@@ -134,11 +141,22 @@ class LLM:
 
     def warmup(self, on_progress: Callable[[Progress], None] | None = None) -> WarmupReport:
         """Warm, capture and check both phases' buckets; the report is kept as `report`."""
-        with self._engine.lock:
+        with self._engine.alone():
             self.report = self._runner.warmup(on_progress)
+            if self._loop == "device":
+                self._build_loops()
         for bucket in self.report.failed:
             log.warning("%s bucket %s runs eagerly: %s", bucket.name, bucket.bucket, bucket.error)
         return self.report
+
+    def _build_loops(self) -> None:
+        loops = self._engine.loops
+        if loops.unsupported is not None:
+            log.warning("the host loop decodes: %s", loops.unsupported)
+        for row in loops.build():
+            if row.error is not None:
+                log.warning("decode bucket %s has no device loop: %s", row.bucket, row.error)
+        self._runner.settled()
 
     # -- text ----------------------------------------------------------------------------------------------------------
 
@@ -149,6 +167,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stream: Literal[False] = False,
+        loop: LoopKind | None = None,
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -158,6 +177,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stream: Literal[True],
+        loop: LoopKind | None = None,
     ) -> Iterator[Delta]: ...
 
     def generate(
@@ -166,6 +186,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stream: bool = False,
+        loop: LoopKind | None = None,
     ) -> list[RequestOutput] | Iterator[Delta]:
         """Continue each prompt.
 
@@ -174,6 +195,8 @@ class LLM:
                 `{"prompt_token_ids": ids}`.
             sampling_params: one for all, or one for each.
             stream: yield `Delta`s as tokens come, instead of returning when all is done.
+            loop: `host` or `device`, see the class; None takes its default. The tokens are the same. What the device
+                loop cannot do, such as `logprobs`, the host loop does, counted with its reason in `stats()`.
 
         Returns:
             one `RequestOutput` per prompt, in order; or an iterator of deltas.
@@ -183,6 +206,9 @@ class LLM:
                 padded batches hold pages of the KV cache that a prompt needs.
         """
         requests = self._requests(prompts, sampling_params)
+        kind = self._loop if loop is None else _loop_kind(loop)
+        for request in requests:
+            request.loop, request.streamed = kind, stream
         if stream:
             return self._stream(requests)
         self._drive(requests)
@@ -194,6 +220,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         stream: bool = False,
+        loop: LoopKind | None = None,
         **template_arguments: Any,
     ) -> list[RequestOutput] | Iterator[Delta]:
         """Answer a conversation through the model's chat template. Raises ModelError if it has none."""
@@ -202,7 +229,9 @@ class LLM:
         text = self.tokenizer.apply_chat_template(messages, **template_arguments)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         prompt = {"prompt": text, "prompt_token_ids": ids}
-        return self.generate(prompt, sampling_params, stream=True) if stream else self.generate(prompt, sampling_params)
+        if stream:
+            return self.generate(prompt, sampling_params, stream=True, loop=loop)
+        return self.generate(prompt, sampling_params, loop=loop)
 
     # -- batches that are padded already -------------------------------------------------------------------------------
 
@@ -219,7 +248,7 @@ class LLM:
         for row, line in enumerate(found):
             self._check_length(f"row {row}", len(line))
         requests = [Request(line, _GREEDY, seed=0, index=row) for row, line in enumerate(found)]
-        with self._engine.lock:
+        with self._engine.alone():
             self._reserve(requests)
             try:
                 tokens, logits = self._prefill_all(requests)
@@ -240,7 +269,7 @@ class LLM:
         new = padded.next_tokens(chosen, len(batch.requests), self.config.vocab_size)
         for request in batch.requests:
             self._check_length(f"row {request.index}", len(request.tokens), 1)
-        with self._engine.lock:
+        with self._engine.alone():
             self._reserve(batch.requests, more=1)
             for request, token in zip(batch.requests, new, strict=True):
                 request.tokens.append(token)
@@ -259,6 +288,10 @@ class LLM:
         """Counters of each phase."""
         return self._runner.stats()
 
+    def loops(self) -> tuple[LoopReport, ...]:
+        """How each device loop was built, or why it could not be; those that were needed so far."""
+        return self._engine.loops.reports
+
     def save_stats(self, path: str | os.PathLike[str]) -> None:
         """Write both phases' counters, sizes asked for and facts of warm-up as JSON, for `bucketgraph report` and
         `bucketgraph plan --column prefill.tokens`. Raises OSError.
@@ -267,7 +300,8 @@ class LLM:
 
     def release(self) -> None:
         """Give the graphs and the buffers back."""
-        with self._engine.lock:
+        with self._engine.alone():
+            self._engine.loops.release()
             self._runner.release()
 
     def __enter__(self) -> Self:
@@ -404,6 +438,12 @@ def _llm_set(buckets: BucketSet | str | os.PathLike[str]) -> BucketSet:
     if not bucket_set.is_llm:
         raise ConfigError(f"{bucket_set.source}: an LLM needs a set with phases", hint="use BucketManager for this one")
     return bucket_set
+
+
+def _loop_kind(loop: object) -> LoopKind:
+    if loop == "host" or loop == "device":
+        return loop
+    raise ConfigError("unknown loop", given=repr(loop), expected="host or device")
 
 
 def _random_config(name: str) -> ModelConfig:

@@ -3,22 +3,27 @@
 Rules: a request holds all the pages it may need before it starts, so it never stops half way; waiting prompts go
 before running decodes; a prompt longer than the largest prefill bucket is run in chunks. A step that fails ends the
 requests it ran, gives their pages back, and is their callers' to raise. Threads may share an engine: each caller steps
-it under the lock until its own requests are done.
+it under the lock until its own requests are done. A run of the device loop stays in flight between steps: whoever
+needs the device for something else ends it first.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
 
 from bucketgraph.errors import InputError
+from bucketgraph.llm.device_loop import PAUSE, DeviceLoops, Run
 from bucketgraph.llm.request import Request
 from bucketgraph.llm.runner import Runner
 from bucketgraph.llm.sampling import Delta, Logprob
+from bucketgraph.llm.text_stream import TextStream
 from bucketgraph.llm.tokenizer import Tokenizer
 
 
@@ -31,17 +36,30 @@ class Engine:
         self._eos = frozenset(eos_token_ids)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._streams: dict[Request, _TextStream] = {}
+        self._streams: dict[Request, TextStream] = {}
+        self.loops = DeviceLoops(runner, tuple(eos_token_ids))
+        self._run: Run | None = None  # in flight on the device
         self.lock = threading.RLock()
 
     def add(self, requests: Sequence[Request]) -> None:
         with self.lock:
             self._waiting.extend(requests)
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """The device to oneself: the lock is held, and no run is in flight."""
+        with self.lock:
+            self._settle()
+            yield
+
     def abort(self, requests: Sequence[Request]) -> None:
         """Forget requests that are not done, and take their pages back."""
         with self.lock:
             gone = {request for request in requests if not request.done}
+            run = self._run
+            if run is not None and (not gone.isdisjoint(run.requests) or all(r.done for r in run.requests)):
+                self._settle()
+                gone = {request for request in gone if not request.done}
             self._waiting = deque(request for request in self._waiting if request not in gone)
             for request in [request for request in self._running if request in gone]:
                 self._leave(request)
@@ -49,27 +67,94 @@ class Engine:
     def step(self) -> None:
         """Admit what fits, then run one prefill, or one decode if no prompt is waiting.
 
-        The run may hold requests of other callers only, so its exception is not raised here: it becomes the `error` of
+        While a run of the device loop is in flight, take what is new instead, or wait a moment, without the lock. The
+        step may hold requests of other callers only, so its exception is not raised here: it becomes the `error` of
         the requests that ran.
         """
         with self.lock:
-            self._admit()
-            chunks = self._runner.pack([request for request in self._running if request.in_prompt])
-            batch = [request for request, _ in chunks] or list(self._running)
-            if not batch:
-                return
-            try:
-                if chunks:
-                    self._prefill(chunks)
-                else:
-                    self._accept(batch, *self._runner.decode(batch))
-            except BaseException as error:
-                for request in batch:
-                    if not request.done:
-                        request.error = error
-                        self._leave(request)
-                if not isinstance(error, Exception):  # an interrupt is meant for this thread, too
-                    raise
+            pause = self._follow(self._run) if self._run is not None else self._step()
+        if pause:
+            time.sleep(pause)
+
+    def _step(self) -> float:
+        """Returns the seconds to the next step that makes sense."""
+        self._admit()
+        chunks = self._runner.pack([request for request in self._running if request.in_prompt])
+        batch = [request for request, _ in chunks] or list(self._running)
+        if not batch:
+            return 0.0
+        try:
+            if chunks:
+                self._prefill(chunks)
+                return 0.0
+            if any(request.loop == "device" for request in batch):
+                self._run = self.loops.start(batch)
+            if self._run is None:
+                self._accept(batch, *self._runner.decode(batch))
+        except BaseException as error:
+            self._fail(batch, error)
+        return 0.0 if self._run is None else PAUSE
+
+    def _fail(self, requests: Sequence[Request], error: BaseException) -> None:
+        for request in requests:
+            if not request.done:
+                request.error = error
+                self._leave(request)
+        if not isinstance(error, Exception):  # an interrupt is meant for this thread, too
+            raise error
+
+    # -- a run in flight ---------------------------------------------------------------------------------------------
+
+    def _follow(self, run: Run) -> float:
+        """Take what a run has done where somebody waits for it. Returns the seconds to the next look."""
+        cache = self._runner.cache
+        try:
+            if self._waiting and cache.pages_for(self._waiting[0].limit) <= cache.free_pages:
+                run.cancel()
+            # Where nobody reads along, all tokens are taken at once at the end.
+            wanted = bool(self._waiting) or any(r.streamed or r.params.stop_strings for r in run.requests)
+            if not run.poll() or not (run.over or wanted):
+                return PAUSE if wanted else run.pause
+            self._take(run)
+            if run.over:
+                self._run = None
+                self.loops.ended(run)
+        except BaseException as error:
+            self._abandon(run, error)
+        return 0.0
+
+    def _settle(self) -> None:
+        """End the run in flight, if any, and take what it has done."""
+        run = self._run
+        if run is None:
+            return
+        try:
+            run.stop()
+            self._take(run)
+            self._run = None
+            self.loops.ended(run)
+        except BaseException as error:
+            self._abandon(run, error)
+
+    def _abandon(self, run: Run, error: BaseException) -> None:
+        """Following a run failed: nothing of it may run on while its pages go to others."""
+        self._run = None
+        try:
+            if isinstance(error, Exception):
+                self.loops.failed(error, len(run.requests))
+        except Exception as broken:
+            error = broken
+        else:
+            with suppress(Exception):
+                run.stop()
+        self._fail(run.requests, error)
+
+    def _take(self, run: Run) -> None:
+        for request, ids in run.take():
+            request.computed += len(ids)
+            self._finish_or_go_on(request, ids)
+            if request.done:
+                run.drop(request)  # the device knows no stop strings
 
     def _admit(self) -> None:
         cache = self._runner.cache
@@ -97,12 +182,30 @@ class Engine:
         wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         details = _logprobs([requests[row] for row in wanted], wanted, tokens, logits) if wanted else {}
         for row, (request, token) in enumerate(zip(requests, tokens.tolist(), strict=True)):
-            request.tokens.append(token)
             if row in details:
                 self._note_logprobs(request, token, details[row])
-            self._finish_or_go_on(request, token)
+            self._finish_or_go_on(request, [token])
 
-    def _finish_or_go_on(self, request: Request, token: int) -> None:
+    def _finish_or_go_on(self, request: Request, ids: list[int]) -> None:
+        """Take new tokens up to the one that ends the request, if any."""
+        if self._tokenizer is not None and request not in self._streams:
+            self._streams[request] = TextStream(self._tokenizer, request)
+        stream, text, taken = self._streams.get(request), "", 0
+        for token in ids:
+            request.tokens.append(token)
+            taken += 1
+            counts = self._note_end(request, token)
+            if stream is not None:
+                text += stream.push(token, counts)
+            if request.finish_reason is not None:
+                break
+        request.text += text
+        request.deltas.append(Delta(request.index, text, ids[:taken], request.finish_reason))
+        if request.finish_reason is not None:
+            self._leave(request)
+
+    def _note_end(self, request: Request, token: int) -> bool:
+        """Whether the newest token ends its request goes into it; returns whether stop conditions count by now."""
         params, count = request.params, len(request.tokens) - request.prompt_len
         counts = count > params.min_tokens or params.min_tokens == 0
         if counts and token in self._eos and not params.ignore_eos:
@@ -111,15 +214,7 @@ class Engine:
             request.finish_reason, request.stop_reason = "stop", token
         elif len(request.tokens) >= request.limit:
             request.finish_reason = "length"
-        text = ""
-        if self._tokenizer is not None:
-            if request not in self._streams:
-                self._streams[request] = _TextStream(self._tokenizer, request)
-            text = self._streams[request].push(token, counts)
-        request.text += text
-        request.deltas.append(Delta(request.index, text, [token], request.finish_reason))
-        if request.finish_reason is not None:
-            self._leave(request)
+        return counts
 
     def _note_logprobs(self, request: Request, token: int, entries: dict[int, tuple[float, int]]) -> None:
         name = self._tokenizer.decode if self._tokenizer is not None else None
@@ -132,42 +227,6 @@ class Engine:
         self._running.remove(request)
         self._streams.pop(request, None)
         self._runner.cache.release(request.pages)
-
-
-class _TextStream:
-    """One request's text as it grows, held back while it might still turn into a stop string."""
-
-    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
-        self._stream = tokenizer.stream(request.params.skip_special_tokens)
-        self._request = request
-        self._held = ""
-
-    def push(self, token: int, stops_count: bool) -> str:
-        """The text that is certain now. Sets the request's finish reason when a stop string is complete."""
-        request, stops = self._request, self._request.params.stop_strings
-        # A token that ends the request by itself is part of the text only where stop strings are, as in vLLM.
-        if request.finish_reason != "stop" or request.params.include_stop_str_in_output:
-            self._held += self._stream.feed(token)
-        if request.finish_reason is not None:
-            self._held += self._stream.finish()
-        if stops_count:
-            found = [(at, stop) for stop in stops if (at := self._held.find(stop)) >= 0]
-            if found:
-                at, stop = min(found)
-                request.finish_reason, request.stop_reason = "stop", stop
-                return self._held[: at + len(stop) if request.params.include_stop_str_in_output else at]
-        keep = 0 if request.finish_reason is not None else _possible_start(self._held, stops)
-        out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return out
-
-
-def _possible_start(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that begins a stop string."""
-    longest = max((len(stop) for stop in stops), default=1) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(stop.startswith(text[-size:]) for stop in stops):
-            return size
-    return 0
 
 
 def _logprobs(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from bucketgraph.llm.sampling import Delta, Logprob, SamplingParams
+
+LoopKind = Literal["host", "device"]  # what decodes: see `LLM`
 
 
 @dataclass(eq=False)
@@ -19,6 +22,8 @@ class Request:
     seed: int  # signed 64-bit
     prompt: str | None = None
     index: int = 0  # place in the caller's list
+    loop: LoopKind = "host"  # what its caller asks to decode it
+    streamed: bool = False  # whether its deltas are read as they come
 
     # KV: set at admission, advanced by every run
     pages: list[int] = field(default_factory=list)

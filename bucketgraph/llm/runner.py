@@ -71,6 +71,11 @@ class Runner:
         """Warm both phases together."""
         return warm_up([self.prefill_manager, self.decode_manager], on_progress)
 
+    def settled(self) -> None:
+        """What was built up to now belongs to warm-up: stats count compiles and memory segments from here on."""
+        for manager in (self.prefill_manager, self.decode_manager):
+            manager.ready()
+
     def stats(self) -> dict[str, Stats]:
         return {"prefill": self.prefill_manager.stats(), "decode": self.decode_manager.stats()}
 

@@ -63,11 +63,11 @@ def calibrate(
 
 
 def knots(launches: Demand, align: Sequence[int]) -> list[list[int]]:
-    """Sizes to measure for each axis: evenly spread in the logarithm over what is asked for, ends included."""
+    """Sizes to measure for each axis: evenly spread in the logarithm over what could be a bucket, ends included."""
     count = SIZES if launches.axes == 1 else round((2 * SIZES) ** 0.5)
     found = []
     for axis, step in enumerate(align):
-        sizes = launches.sizes[:, axis]
+        sizes = aligned(launches.sizes[:, axis], step)
         spread = np.geomspace(float(sizes.min()), float(sizes.max()), count)
         found.append(sorted(set(aligned(np.ceil(spread - 1e-9).astype(np.int64), step).tolist())))
     return found

@@ -149,7 +149,7 @@ def _unknown(stats: Stats) -> list[str]:
     timed = sum(row.replay_ms is not None for row in stats.buckets)
     if timed < len(stats.buckets):
         what = f"{timed} of {len(stats.buckets)} buckets have a time" if timed else "no ms"
-        notes.append(f"{what}: replays are timed in warm-up where variants are compared, or where dispatch is by cost")
+        notes.append(f"{what}: replays are timed in warm-up, of buckets that are captured and not failed")
     if any(key.endswith((":over_padding", ":cheaper")) for key in stats.fallbacks):
         notes.append(
             "drift and proposal take the nearest bucket for every call, without max_padding and dispatch by cost"

@@ -58,6 +58,7 @@ def warm(fn: Callable[..., Any], made: BucketSet, **options: Any) -> BucketManag
     manager = BucketManager(fn, made, device=CUDA, **options)
     report = manager.warmup()
     assert report.ok, report.failed
+    assert all(row.replay_ms and row.replay_ms > 0 for row in report.buckets), "each graph is timed"
     return manager
 
 

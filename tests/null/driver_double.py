@@ -27,7 +27,7 @@ from bucketgraph.cuda.driver import (
 )
 from bucketgraph.cuda.memory import Region
 
-INVALID_VALUE, INVALID_HANDLE = 1, 400
+INVALID_VALUE, INVALID_HANDLE, NOT_SUPPORTED = 1, 400, 801
 CONTEXT = 0xC0
 BASE = 0x7F00_0000_0000
 
@@ -90,6 +90,9 @@ class DriverDouble:
         self.sets: list[tuple[int, int]] = []  # executable and node of each update, in order
         self.launches: list[tuple[int, int]] = []
         self.refuse: Callable[[int, int], int] = lambda executable, node: 0  # an error code for an update
+        self.early_bodies = True  # whether bodies of loops may have programmatic edges
+        self.conditions: dict[int, bool] = {}  # set by kernels while a loop runs
+        self.modules: list[tuple[str, str]] = []  # source and architecture of each
         self._handles = count(0x1000, 8)
 
     # -- what a test builds ------------------------------------------------------------------------------------------
@@ -142,9 +145,15 @@ class DriverDouble:
 
     def instantiate(self, graph: int) -> int:
         handle = next(self._handles)
-        copies = {node: replace(self.node_data[node]) for node in self.graphs[graph]}
-        self.executables[handle] = copies
+        self.executables[handle] = self._copies(graph)
         return handle
+
+    def _copies(self, graph: int) -> dict[int, NodeData]:
+        held = {node: replace(self.node_data[node]) for node in self._found("cuGraphInstantiate", self.graphs, graph)}
+        for data in held.values():
+            if data.kind in ("graph", "conditional"):
+                data.kept = self._copies(data.params)
+        return held
 
     def untouched(self, graph: int) -> bool:
         """Whether no one wrote into the arguments that the graph's own nodes keep."""
@@ -186,9 +195,7 @@ class DriverDouble:
         data = self._update("cuGraphExecKernelNodeSetParams", executable, node, "kernel")
         if params.context != data.params.context or 0 in params.grid + params.block:
             raise DriverError("cuGraphExecKernelNodeSetParams", INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE")
-        sizes = self._kernel(params).sizes
-        pointers = (ctypes.c_void_p * len(sizes)).from_address(params.arguments)
-        data.values = [ctypes.string_at(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)]
+        data.values = self._read(params)
         data.params = params
         self.sets.append((executable, node))
 
@@ -205,14 +212,77 @@ class DriverDouble:
         self.sets.append((executable, node))
 
     def launch(self, executable: int, stream: int) -> None:
-        for data in self._found("cuGraphLaunch", self.executables, executable).values():
-            if data.kind == "kernel":
+        self._execute(self._found("cuGraphLaunch", self.executables, executable))
+        self.launches.append((executable, stream))
+
+    def _execute(self, held: dict[int, NodeData]) -> None:
+        for data in held.values():
+            if data.kind == "graph":
+                self._execute(data.kept)
+            elif data.kind == "conditional":
+                condition = int.from_bytes(data.values[0], "little")
+                self.conditions[condition] = True  # the default, at each launch
+                while self.conditions[condition]:
+                    self._execute(data.kept)
+            elif data.kind == "kernel":
                 self._kernel(data.params).run(self.memory, data.values)
             elif data.kind == "memcpy":
                 self.memory.write(data.params.destination, self.memory.read(data.params.source, data.params.width))
             elif data.kind == "memset":
                 self.memory.write(data.params.destination, bytes([data.params.value]) * data.params.width)
-        self.launches.append((executable, stream))
+
+    # -- Driver: graphs made by hand ---------------------------------------------------------------------------------
+
+    def create_graph(self) -> int:
+        return self.graph()
+
+    def clone_graph(self, graph: int) -> int:
+        made = self.graph()
+        named = {node: self.add(made, self.node_data[node], ()) for node in self.nodes(graph)}
+        self.edge_list[made] = [Edge(named[e.source], named[e.target], e.programmatic) for e in self.edges(graph)]
+        return made
+
+    def destroy_graph(self, graph: int) -> None:
+        for node in self._found("cuGraphDestroy", self.graphs, graph):
+            if self.node_data[node].kind in ("graph", "conditional"):
+                self.destroy_graph(self.node_data[node].params)
+        del self.graphs[graph], self.edge_list[graph]
+
+    def add_while(self, graph: int) -> tuple[int, int]:
+        condition, body = next(self._handles), self.graph()
+        self.add(graph, NodeData("conditional", body, [condition.to_bytes(8, "little")]), ())
+        return condition, body
+
+    def add_child(self, graph: int, child: int) -> int:
+        if not self.early_bodies and any(edge.programmatic for edge in self.edges(child)):
+            raise DriverError("cuGraphAddChildGraphNode", NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED")
+        return self.add(graph, NodeData("graph", self.clone_graph(child)), ())
+
+    def add_kernel(self, graph: int, params: KernelParams, after: Sequence[int] = ()) -> int:
+        return self.add(graph, NodeData("kernel", params, self._read(params)), after)
+
+    def require_ends(self, graph: int, edges: Sequence[Edge]) -> None:
+        self.edge_list[graph] = [replace(e, programmatic=e.programmatic and e not in edges) for e in self.edges(graph)]
+
+    def destroy_executable(self, executable: int) -> None:
+        del self.executables[executable]
+
+    def load_module(self, source: str, architecture: str) -> int:
+        self.modules.append((source, architecture))
+        return len(self.modules)
+
+    def function(self, module: int, name: str) -> int:
+        assert f" {name}(" in self.modules[module - 1][0], "the source has it"
+        return self.load(Kernel(name, (8, 8, 8, 8)))
+
+    def device_address(self, host: int) -> int:
+        return host
+
+    def _read(self, params: KernelParams) -> list[bytes]:
+        """A copy of the arguments, as a driver makes it during the call."""
+        sizes = self._kernel(params).sizes
+        pointers = (ctypes.c_void_p * len(sizes)).from_address(params.arguments)
+        return [ctypes.string_at(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)]
 
     def _kernel(self, params: KernelParams) -> Kernel:
         return self._found("cuFuncGetParamInfo", self.kernels, params.function or params.kernel)

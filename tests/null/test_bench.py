@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from llm_cases import tiny
+from null.loop_double import installed
 
 from bucketgraph.llm import presets
 from bucketgraph.llm.weights import random_weights
@@ -26,6 +28,8 @@ MODEL = [*COMMON, "--what", "model", "--tokens", "64"]
 ATTENTION = ["--device", "cpu", "--what", "attention", "--tokens", "64", "--pages", "16"]
 ATTENTION += ["--heads", "4", "--kv-heads", "2", "--dim", "16", "--repeats", "5"]
 DISPATCH = ["--device", "cpu", "--inputs", "2", "--calls", "20", "--peers", "none"]
+LOOP = ["--device", "cpu", "--shapes", "tiny", "--batches", "1,3", "--prompt", "8", "--tokens", "12"]
+LOOP += ["--rounds", "1", "--cancels", "2"]
 Run = Callable[[str, list[str]], tuple[int, str, dict[str, Any]]]
 
 
@@ -303,3 +307,75 @@ def test_the_picture_is_drawn_with_the_limit(
     assert panels[0].limit == [(1.0, 1.0), (8.0, 8.0)] and "them" in panels[0].lines
     bench.plot(str(tmp_path / "p.png"), panels)
     assert (tmp_path / "p.png").stat().st_size > 1000
+
+
+# -- the device loop ---------------------------------------------------------------------------------------------------
+
+
+def test_both_loops_are_measured_idle_and_busy(run: Run, bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch)
+    busy: list[int] = []
+    monkeypatch.setattr(bench, "busy_cpu", lambda: (busy.append(1), nullcontext())[1])
+    status, printed, result = run("bench_loop", LOOP)
+    assert status == 0, printed
+    assert [(row["batch"], row["green"]) for row in result["rows"]] == [(1, True), (3, True)] and len(busy) == 2
+    for row in result["rows"]:
+        assert row["cancel"]["steps"]["n"] == 2 and row["cancel"]["steps"]["max"] <= 2
+        for state in ("idle", "busy"):
+            host, device = row[state]["host"], row[state]["device"]
+            assert host["arrival_ms"]["n"] == device["arrival_ms"]["n"] == 11
+            assert device["device_ms"]["n"] == 10 and "device_ms" not in host
+            for part in (host, device):
+                assert part["cpu_us"] == pytest.approx(part["cpu_us_waiting"] + part["cpu_us_without_waiting"], abs=0.1)
+            assert row[state]["ratio_host_device"] > 0
+    assert "cancelled within steps" in printed and "gates green" in printed
+
+
+def test_a_loop_that_did_not_run_on_the_device_is_not_timed(run: Run) -> None:
+    status, printed, result = run("bench_loop", LOOP)
+    assert status == 1 and "no device loop" in printed and "0 of 11 steps looped" in printed
+    assert not compared(result) and not any("idle" in row for row in result["rows"])
+
+
+STRATEGIES = ["--device", "cpu", "--model", "random:tiny", "--peers", "none", "--batches", "1", "--prompt", "5"]
+STRATEGIES += ["--tokens", "4", "--rounds", "1", "--strategies"]
+
+
+@pytest.fixture
+def strategies(scripts: Callable[[str], ModuleType], bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script where a CPU can run all that it does."""
+    pytest.importorskip("transformers")
+    made = scripts("bench_strategies")
+    monkeypatch.setattr(bench, "busy_cpu", nullcontext)
+    monkeypatch.setattr(made, "TOKENS", [16, 64])
+    monkeypatch.setitem(made.STRATEGIES, "bucketed", made.Strategy("eager", "eager"))
+    monkeypatch.setitem(made.STRATEGIES, "device loop", made.Strategy("eager", "eager", loop="device"))
+    return made
+
+
+def test_the_device_loop_is_a_strategy_among_others(
+    run: Run, strategies: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(monkeypatch)
+    status, printed, result = run("bench_strategies", [*STRATEGIES, "bucketed", "device loop"])
+    assert status == 0 and "4 of 4 float32 tokens compared" in printed, printed
+    assert list(result["ratios"]) == ["device loop / bucketed"] and result["red"] == []
+    for row in result["strategies"].values():
+        assert row["token_ms"]["n"] == row["busy"]["token_ms"]["n"] == 3 and row["ttft_ms"]["n"] == 1
+        assert row["warmup_s"] > 0 and row["buckets_failed"] == 0
+
+
+def test_a_strategy_whose_loop_did_not_run_has_no_row(run: Run, strategies: ModuleType) -> None:
+    status, printed, result = run("bench_strategies", [*STRATEGIES, "bucketed", "device loop"])
+    assert status == 1 and "gate RED: device loop" in printed and list(result["strategies"]) == ["bucketed"]
+    assert result["red"] and not result["ratios"]
+
+
+def test_busy_cores_are_idle_afterwards(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.os, "sched_getaffinity", lambda pid: {0})
+    started: list[Any] = []
+    popen = bench.subprocess.Popen
+    monkeypatch.setattr(bench.subprocess, "Popen", lambda *args: (started.append(popen(*args)), started[-1])[1])
+    with bench.busy_cpu():
+        assert [process.poll() for process in started] == [None]
+    assert all(process.poll() is not None for process in started)

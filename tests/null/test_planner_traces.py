@@ -17,6 +17,7 @@ from bucketgraph.planner.traces import Trace, made, read
 
 LENGTHS = [374, 396, 12, 374, 4096]
 CSV = "input_tokens,output_tokens,arrival_s\n" + "".join(f"{n},7,0.5\n" for n in LENGTHS)
+PACKED = gzip.compress(CSV.encode(), mtime=0)  # the same bytes, and so the same test names, in every process
 JSONL = "".join(json.dumps({"timestamp": 3, "input_length": n, "hash_ids": [1]}) + "\n" for n in LENGTHS)
 
 
@@ -132,8 +133,8 @@ def test_a_histogram_and_a_list_are_read_together(tmp_path: Path) -> None:
         ('{"sizes": {"tokens": [8]}}', "sizes of tokens: expected a mapping"),
         ('{"calls": 3, "buckets": [{"hits": 3}]}', "these statistics count hits of buckets, not the sizes"),
         (b"\xff\xfe\x00", "trace: not UTF-8 text (byte 0)"),
-        (gzip.compress(CSV.encode())[:-9], "trace: broken gzip"),
-        (gzip.compress(CSV.encode())[:20] + b"\0" * 20, "trace: broken gzip"),
+        (PACKED[:-9], "trace: broken gzip"),
+        (PACKED[:20] + b"\0" * 20, "trace: broken gzip"),
     ],
 )
 def test_a_bad_file_is_one_error_that_says_where(tmp_path: Path, text: str | bytes, says: str) -> None:

