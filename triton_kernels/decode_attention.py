@@ -242,8 +242,8 @@ def decode_tile(dtype: torch.dtype, padded_dim: int) -> tuple[int, int]:
     """(BLOCK_N, stages): a function of dtype and head dimension alone, so that bits do not move with the bucket."""
     if dtype == torch.float32:
         return 32, 2
-    # At most 48 KiB of shared memory, as `pdl.py` asks.
-    return (64, 3) if padded_dim <= 64 else (64, 2) if padded_dim <= 128 else (16, 3)
+    # One stage: programs hide each other's loads, and the less shared memory each has, the more of them start early.
+    return (128, 1) if padded_dim <= 128 else (32, 1)
 
 
 def decode_splits(rows: int, head_blocks: int, capacity: int, block_n: int) -> int:
@@ -322,7 +322,9 @@ def decode_attention(
             f"counters {tuple(counters.shape)} {counters.dtype}: expected {rows * head_blocks} of int32",
         )
     members = min(triton.next_power_of_2(group), block_m)
-    _decode[(rows, head_blocks, splits)](
+    chain.launch(
+        _decode,
+        (rows, head_blocks, splits),
         qkv,
         positions,
         cos_sin,
@@ -355,8 +357,7 @@ def decode_attention(
         MEMBERS=members,
         MERGED=min(max((8192 if members <= 4 else 4096) // (members * padded), 1), 16),
         NORM=q_norm is not None,
-        PDL=pdl,
+        pdl=pdl,
         num_warps=8 if qkv.dtype == torch.float32 else 4,  # float32 in 4 warps spills at head dimension 128
-        launch_pdl=pdl,
     )
     return out
