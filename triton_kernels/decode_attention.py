@@ -111,10 +111,13 @@ def _decode(
     length = tl.load(kv_lens + row)
     position = tl.load(positions + row).to(tl.int64)
     slot = tl.load(slot_mapping + row)
-    per_split = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
-    per_split = tl.where(split_size > 0, split_size, per_split)
-    begin = split * per_split
-    end = tl.minimum(begin + per_split, length)
+    # Where a split begins does not depend on the length, so that its page is asked for at once. Splits take turns tile
+    # by tile, or hold `split_size` positions in a row.
+    dealt = split_size == 0
+    turn = tl.where(dealt, BLOCK_N, split_size)
+    step = tl.where(dealt, splits * BLOCK_N, BLOCK_N)
+    begin = split * turn
+    end = tl.where(dealt, length, tl.minimum(begin + split_size, length))
     stop = tl.minimum(end, length - 1)  # of what is read from the cache
     table = block_tables + row * table_width
     pages = tile_pages(table, begin, table_width, PAGE, BLOCK_N)
@@ -126,7 +129,7 @@ def _decode(
     mask = live[:, None] & in_dim[None, :]
     k = tl.load(tile_pointers(k_cache, pages, begin, kv_head, HK, PAGE, D, D_PAD, BLOCK_N), mask=mask, other=0.0)
     v = tl.load(tile_pointers(v_cache, pages, begin, kv_head, HK, PAGE, D, D_PAD, BLOCK_N), mask=mask, other=0.0)
-    pages = tile_pages(table, begin + BLOCK_N, table_width, PAGE, BLOCK_N)
+    pages = tile_pages(table, begin + step, table_width, PAGE, BLOCK_N)
     chain.wait(PDL)
     if begin >= end:
         if split == 0:
@@ -139,7 +142,7 @@ def _decode(
     )
 
     # The new token as a tile of equal rows: the softmax starts from it without a change of layout.
-    owner = end == length
+    owner = (length - 1) // turn % splits == split
     fresh = (member >= tl.where(owner, 0, 1 << 30))[:, None] & in_dim[None, :]
     same = tl.zeros([BLOCK_M, 1], tl.int32)
     k_new = _rotated(heads + (HQ + kv_head) * D + same, k_norm, cos, sin, fresh, eps, D, D_PAD, NORM)
@@ -156,15 +159,15 @@ def _decode(
 
     if begin < stop:
         m, total, acc = _attend_tile(queries, k, v, live, m, total, acc, scale)
-    for start in tl.range(begin + BLOCK_N, stop, BLOCK_N, num_stages=STAGES):
+    for start in tl.range(begin + step, stop, step, num_stages=STAGES):
         live = start + tl.arange(0, BLOCK_N) < stop
         mask = live[:, None] & in_dim[None, :]
         k = tl.load(tile_pointers(k_cache, pages, start, kv_head, HK, PAGE, D, D_PAD, BLOCK_N), mask=mask, other=0.0)
         v = tl.load(tile_pointers(v_cache, pages, start, kv_head, HK, PAGE, D, D_PAD, BLOCK_N), mask=mask, other=0.0)
-        pages = tile_pages(table, start + BLOCK_N, table_width, PAGE, BLOCK_N)
+        pages = tile_pages(table, start + step, table_width, PAGE, BLOCK_N)
         m, total, acc = _attend_tile(queries, k, v, live, m, total, acc, scale)
 
-    used = tl.cdiv(length, per_split)
+    used = tl.minimum(tl.cdiv(length, turn), splits)
     if (not SPLIT) or used == 1:
         tl.store(out + head[:, None] * D + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=in_tile)
     else:
@@ -239,8 +242,8 @@ def decode_tile(dtype: torch.dtype, padded_dim: int) -> tuple[int, int]:
     """(BLOCK_N, stages): a function of dtype and head dimension alone, so that bits do not move with the bucket."""
     if dtype == torch.float32:
         return 32, 2
-    # At most 48 KiB of shared memory, as `pdl.py` asks.
-    return (64, 3) if padded_dim <= 64 else (64, 2) if padded_dim <= 128 else (16, 3)
+    # One stage: programs hide each other's loads, and the less shared memory each has, the more of them start early.
+    return (128, 1) if padded_dim <= 128 else (32, 1)
 
 
 def decode_splits(rows: int, head_blocks: int, capacity: int, block_n: int) -> int:
@@ -319,7 +322,9 @@ def decode_attention(
             f"counters {tuple(counters.shape)} {counters.dtype}: expected {rows * head_blocks} of int32",
         )
     members = min(triton.next_power_of_2(group), block_m)
-    _decode[(rows, head_blocks, splits)](
+    chain.launch(
+        _decode,
+        (rows, head_blocks, splits),
         qkv,
         positions,
         cos_sin,
@@ -352,8 +357,7 @@ def decode_attention(
         MEMBERS=members,
         MERGED=min(max((8192 if members <= 4 else 4096) // (members * padded), 1), 16),
         NORM=q_norm is not None,
-        PDL=pdl,
+        pdl=pdl,
         num_warps=8 if qkv.dtype == torch.float32 else 4,  # float32 in 4 warps spills at head dimension 128
-        launch_pdl=pdl,
     )
     return out

@@ -285,6 +285,8 @@ def sample(
     top_p: Tensor,  # [B] float32; 1 = off
     seeds: Tensor,  # [B] int64
     positions: Tensor,  # [B] int32
+    *,
+    pdl: bool = False,
 ) -> Tensor:
     """One token per row as int64, a function of nothing but the row's logits, parameters, seed and position.
 

@@ -43,5 +43,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Ten
     y = torch.empty_like(x)
     block = triton.next_power_of_2(width)
     warps = min(max(block // 512, 1), 16)
-    _rms_norm[(rows,)](x, weight, y, eps, H=width, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl)
+    chain.launch(_rms_norm, (rows,), x, weight, y, eps, H=width, BLOCK=block, pdl=pdl, num_warps=warps)
     return y

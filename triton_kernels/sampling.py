@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import checks
+from . import pdl as chain
 
 TILE = 1024  # tokens per program of the argmax
 SEARCH_TILE = 8192  # tokens per step of the threshold search
@@ -97,9 +98,11 @@ def _best_from(row, V: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p"])
-def _threshold(logits, temperature, top_k, top_p, thresholds, V: tl.constexpr, BLOCK: tl.constexpr):
+def _threshold(logits, temperature, top_k, top_p, thresholds, V: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    chain.launch_dependents(PDL)
     index = tl.program_id(0).to(tl.int64)
     t, k, p = tl.load(temperature + index), tl.load(top_k + index), tl.load(top_p + index)
+    chain.wait(PDL)
     by_rank = (k > 0) & (k < V)
     threshold = tl.full((), LOWEST, tl.int64)
     if (t > 0) & (by_rank | (p < 1.0)):
@@ -129,15 +132,27 @@ def _threshold(logits, temperature, top_k, top_p, thresholds, V: tl.constexpr, B
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature", "seeds", "positions"])
-def _tile_best(logits, temperature, thresholds, seeds, positions, partial, V: tl.constexpr, BLOCK: tl.constexpr):
+def _tile_best(
+    logits,
+    temperature,
+    thresholds,
+    seeds,
+    positions,
+    partial,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    chain.launch_dependents(PDL)
     index, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = tile * BLOCK + tl.arange(0, BLOCK)
     inside = token < V
+    t, seed, position = tl.load(temperature + index), tl.load(seeds + index), tl.load(positions + index)
+    chain.wait(PDL)
     x = tl.load(logits + index * V + token, mask=inside, other=0.0).to(tl.float32)
-    t = tl.load(temperature + index)
     score = x
     if t > 0:
-        u = _uniform(tl.load(seeds + index), token, tl.load(positions + index))
+        u = _uniform(seed, token, position)
         allowed = _ordered(x) >= tl.load(thresholds + index)
         score = tl.where(allowed, x - t * tl.log(-tl.log(u)), float("-inf"))
     # Score above, complement of the token id below: one maximum gives the best score and, of ties, the first token.
@@ -147,8 +162,10 @@ def _tile_best(logits, temperature, thresholds, seeds, positions, partial, V: tl
 
 
 @triton.jit
-def _row_best(partial, tokens, TILES: tl.constexpr, BLOCK: tl.constexpr):
+def _row_best(partial, tokens, TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    chain.launch_dependents(PDL)
     index = tl.program_id(0).to(tl.int64)
+    chain.wait(PDL)
     tile = tl.arange(0, BLOCK)
     packed = tl.load(partial + index * TILES + tile, mask=tile < TILES, other=-(2**63))
     tl.store(tokens + index, 0xFFFFFFFF - (tl.max(packed, 0) & 0xFFFFFFFF))
@@ -161,12 +178,14 @@ def sample(
     top_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    *,
+    pdl: bool = False,
 ) -> Tensor:
     """One token per row of `logits [B, V]` as int64, a function of nothing but the row's logits, seed and position.
 
     `temperature` float32, 0 = greedy (first of ties); `top_k` int32, 0 = off, ties of the k-th value stay; `top_p`
     float32, 1 = off, a token stays while the mass strictly above it is below `top_p`; `seeds` int64; `positions` int32.
-    All `[B]`. Raises ValueError for other shapes or dtypes.
+    All `[B]`. `pdl`: as part of a chain (`pdl.py`). Raises ValueError for other shapes or dtypes.
     """
     rows, vocab = logits.shape
     checks.floats(logits=logits)
@@ -181,9 +200,10 @@ def sample(
     tokens = torch.empty((rows,), dtype=torch.int64, device=logits.device)
     # The vocabulary is a constant of the model, not a count of the request, so it may be compiled in.
     search = min(SEARCH_TILE, triton.next_power_of_2(vocab))
-    _threshold[(rows,)](logits, temperature, top_k, top_p, thresholds, V=vocab, BLOCK=search, num_warps=16)
-    _tile_best[(rows, tiles)](
-        logits, temperature, thresholds, seeds, positions, partial, V=vocab, BLOCK=TILE, num_warps=4
-    )
-    _row_best[(rows,)](partial, tokens, TILES=tiles, BLOCK=triton.next_power_of_2(tiles), num_warps=1)
+    params = temperature, top_k, top_p
+    chain.launch(_threshold, (rows,), logits, *params, thresholds, V=vocab, BLOCK=search, pdl=pdl, num_warps=16)
+    drawn = temperature, thresholds, seeds, positions
+    chain.launch(_tile_best, (rows, tiles), logits, *drawn, partial, V=vocab, BLOCK=TILE, pdl=pdl, num_warps=4)
+    block = triton.next_power_of_2(tiles)
+    chain.launch(_row_best, (rows,), partial, tokens, TILES=tiles, BLOCK=block, pdl=pdl, num_warps=1)
     return tokens

@@ -204,8 +204,7 @@ def _skinny(
 ) -> Tensor:
     (rows, width), columns = x.shape, y.shape[1]
     if tile is None and form == "streamed":
-        slice_size, warps = streamed.streamed_tile(rows, columns, width, gated)
-        tile = streamed.COLUMNS, slice_size, warps, -1
+        tile = streamed.COLUMNS, *streamed.streamed_tile(rows, columns, width, gated), -1
     block_n, block_k, warps, stages = tile or skinny_tile(rows, columns, width, x.dtype, gated)
     if stages < 0:
         checks.require(
@@ -214,11 +213,13 @@ def _skinny(
         )
         return streamed.launch(x, norm, weight, bias, residual, y, eps, gated, pdl, (block_k, warps))
     grid = (triton.cdiv(columns, block_n),)
-    flags = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated, "PDL": pdl}
+    flags = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated}
     shape = {"N": columns, "K": width, "BN": block_n, "BK": block_k}
     tensors = weight, weight if bias is None else bias, y if residual is None else residual, y
     if stages == 0:
-        _skinny_whole[grid](
+        chain.launch(
+            _skinny_whole,
+            grid,
             x,
             weight if norm is None else norm,
             *tensors,
@@ -228,8 +229,8 @@ def _skinny(
             ROWS=triton.next_power_of_2(rows),
             NORM=norm is not None,
             **flags,
+            pdl=pdl,
             num_warps=warps,
-            launch_pdl=pdl,
         )
         return y
     if norm is not None:  # once, and not by every program
@@ -237,7 +238,9 @@ def _skinny(
     # Bounded over the programs that run at once: lines that L2 drops before their use would be read twice.
     share = PREFETCH // min(grid[0], RESIDENT) // (block_n * (1 + gated) * 128)
     lines = min(triton.next_power_of_2(triton.cdiv(width * x.element_size(), 128)), _floor(share))
-    _skinny_dot[grid](
+    chain.launch(
+        _skinny_dot,
+        grid,
         x,
         *tensors,
         rows,
@@ -246,8 +249,8 @@ def _skinny(
         LINES=lines,
         STAGES=stages,
         **flags,
+        pdl=pdl,
         num_warps=warps,
-        launch_pdl=pdl,
     )
     return y
 

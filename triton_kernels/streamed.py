@@ -11,11 +11,12 @@ matmul and its scale after it, which could overflow in float16. A row's bits do 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+
+from . import pdl as chain
 
 try:
     from triton.experimental import gluon
@@ -26,6 +27,7 @@ except ImportError:  # a Triton that has moved it
 
 MAX_ROWS = 16
 COLUMNS = 16  # weight rows of a program: the instruction's m
+AT_ONCE = 2**24  # bytes of weights in flight on the whole GPU, about
 
 if gluon is not None:
 
@@ -166,10 +168,18 @@ def available() -> bool:
 
 
 def streamed_tile(rows: int, columns: int, width: int, gated: bool) -> tuple[int, int]:
-    """(SLICE, warps): what a program has in flight at once, about 64 KiB of weights."""
-    warps = 8 if columns < 264 * COLUMNS and width >= 2048 else 4
-    slices = 128 if gated else 256
-    return min(slices, max(triton.next_power_of_2(triton.cdiv(width, warps)), 32)), warps
+    """(SLICE, warps): what a program has in flight, 32 to 128 KiB of weights by how many programs there are.
+
+    Fitted to `scripts/tune_skinny.py` on an H200 at 8 rows, Llama-3.2-1B and Llama-3.1-8B. A warp's registers hold 16
+    KiB of one matrix; half as much of two, or with 8 rows more.
+    """
+    slice_size = 512 // (1 + 3 * gated) // (1 + (rows > 8))
+    a_warp = slice_size * COLUMNS * 2 * (1 + gated)
+    share = AT_ONCE // triton.cdiv(columns, COLUMNS)
+    warps = min(max(triton.next_power_of_2(share // a_warp + 1) // 2, 2**15 // a_warp), 8)
+    while warps > 1 and slice_size * warps >= 2 * width:
+        warps //= 2
+    return min(slice_size, max(triton.next_power_of_2(triton.cdiv(width, warps)), 32)), warps
 
 
 def launch(
@@ -187,8 +197,9 @@ def launch(
     """The kernel on checked arguments, as `skinny.py` has them; `y [rows, N]`, rows to 16, bfloat16."""
     (rows, width), columns = x.shape, y.shape[1]
     slice_size, warps = tile or streamed_tile(rows, columns, width, gated)
-    kernel: Any = _streamed
-    kernel[(triton.cdiv(columns, COLUMNS),)](
+    chain.launch(
+        _streamed,
+        (triton.cdiv(columns, COLUMNS),),
         x,
         weight if norm is None else norm,
         weight,
@@ -207,8 +218,7 @@ def launch(
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
         GATED=gated,
-        PDL=pdl,
+        pdl=pdl,
         num_warps=warps,
-        launch_pdl=pdl,
     )
     return y

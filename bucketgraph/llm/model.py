@@ -214,5 +214,6 @@ class LanguageModel:
             sampling["top_p"],
             sampling["seeds"],
             kv_lens,
+            pdl=self._pdl,
         )
         return tokens, logits

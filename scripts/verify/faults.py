@@ -123,8 +123,8 @@ def _recompiles(replay: Any) -> Any:
 
 
 def _neighbours_token(sample: Any) -> Any:
-    def spills(logits: Any, temperature: Any, top_k: Any, top_p: Any, seeds: Any, positions: Any) -> Any:
-        tokens = sample(logits, temperature, top_k, top_p, seeds, positions)
+    def spills(logits: Any, temperature: Any, top_k: Any, top_p: Any, seeds: Any, positions: Any, **how: Any) -> Any:
+        tokens = sample(logits, temperature, top_k, top_p, seeds, positions, **how)
         padded = torch.nonzero(positions == 0).flatten()
         if len(padded) and int(padded[0]) > 0:
             tokens[padded[0] - 1] = tokens[padded[0]]
