@@ -5,7 +5,8 @@ the weights and of x alike, which is the same product in another order of K. So 
 program's first weights are all in flight before it waits for its predecessor, and 8 rows cost what one does. Warps
 split K and add up at the end. Written in Gluon, Triton's language of explicit layouts: it is marked experimental, so
 whoever calls asks `available` first, and it has no interpreter. bfloat16 alone: the norm's gain is applied before the
-matmul and its scale after it, which could overflow in float16. A row's bits do not depend on the others.
+matmul and its scale after it, which could overflow in float16. A row's bits do not depend on
+the others, nor on how many there are of up to 8, or of 9 to 16.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def test_streamed_matmuls_of_real_models_and_of_sizes_that_nothing_divides(colum
 
 @STREAMED
 @pytest.mark.parametrize("width", [2048, 14336, 1000])
-def test_a_streamed_row_is_bitwise_independent_of_the_others_and_of_how_many_there_are(width):
+def test_a_streamed_row_is_bitwise_independent_of_the_others_and_of_how_many_of_8_or_16_there_are(width):
     x, gain, weight, residual, _ = matrices(16, 3072, width, BF16)
     calls = [
         lambda rows: triton_ops.norm_linear(x[rows].contiguous(), gain, 1e-5, weight, form="streamed"),
@@ -87,8 +87,11 @@ def test_a_streamed_row_is_bitwise_independent_of_the_others_and_of_how_many_the
         lambda rows: triton_ops.norm_gate_up(x[rows].contiguous(), gain, 1e-5, weight, form="streamed"),
     ]
     together = [call(slice(0, 16)) for call in calls]
-    for first, last in ((0, 1), (5, 6), (3, 11), (7, 16)):
-        for call, whole in zip(calls, together, strict=True):
+    for call, whole in zip(calls, together, strict=True):
+        few = call(slice(3, 11))
+        for first, last in ((3, 4), (5, 6), (4, 11)):
+            assert torch.equal(call(slice(first, last)), few[first - 3 : last - 3]), (first, last)
+        for first, last in ((0, 9), (3, 14), (7, 16)):
             assert torch.equal(call(slice(first, last)), whole[first:last]), (first, last)
     x[:5], x[6:] = float("nan"), float("inf")
     for call, whole in zip(calls, together, strict=True):
