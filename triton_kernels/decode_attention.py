@@ -24,8 +24,10 @@ from . import checks
 from . import pdl as chain
 from .paging import FLOOR, tile_pages, tile_pointers
 
-# Programs to aim for: two for each of the 132 SMs of an H200, so that one's loads hide the other's softmax.
-TARGET_PROGRAMS = 264
+# Programs to aim for: one for each SM of an H200. With two, merging more splits costs more than it hides: 51.0 us a
+# layer of Llama-3.2-1B at 8 rows against 49.0, at 6,000 positions 101.8 against 100.1.
+TARGET_PROGRAMS = 132
+FEW = 64  # rows and KV heads, up to which a chain is bound by its launches
 MAX_SPLITS = 128
 
 
@@ -249,13 +251,18 @@ def decode_stages(rows: int, head_blocks: int, dtype: torch.dtype, padded_dim: i
     """How many tiles of K and V a program has in flight or in use.
 
     Few rows have many splits of few tiles: there a small footprint in shared memory wins, since programs start earlier
-    beside those of the matmul before them (Llama-3.2-1B, 8 rows of 512 positions, on an H200: 51.7 us a layer against
-    56.6). Many rows run through their tiles one after the other and want depth (64 rows of 2,048: 90 us against 157).
+    beside those of the matmul before them. Many rows run through their tiles one after the other and want depth (H200,
+    head dimension 64, 64 rows of 2,048 positions: 90 us against 157; Llama-3.1-8B, 8 rows of 512: 144.8, 145.6 and
+    147.7 us a layer with 1, 2 and 3, at 2,048 positions 164, 161 and 159).
     """
     if dtype == torch.float32:
         return 2
-    few = rows * head_blocks <= 64 or (padded_dim == 128 and not _roomy(device))
-    return 1 if few and padded_dim <= 128 else 3
+    programs = rows * head_blocks
+    if padded_dim <= 64:
+        return 1 if 2 * programs <= FEW else 3
+    if padded_dim <= 128:
+        return 1 if 2 * programs <= FEW or not _roomy(device) else 2 if programs <= FEW else 3
+    return 3
 
 
 @functools.cache
@@ -376,6 +383,7 @@ def decode_attention(
         MERGED=min(max((8192 if members <= 4 else 4096) // (members * padded), 1), 16),
         NORM=q_norm is not None,
         pdl=pdl,
+        lean=rows * head_blocks <= FEW,
         num_warps=8 if qkv.dtype == torch.float32 else 4,  # float32 in 4 warps spills at head dimension 128
     )
     return out

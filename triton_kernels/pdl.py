@@ -21,19 +21,23 @@ import torch
 import triton
 import triton.language as tl
 
-# Of an SM's on-chip memory that is asked for as shared memory, for every kernel of a chain: the rest is L1, through
-# which weights in flight pass. CUDA's own choice differs by kernel. On an H200 a layer of Llama-3.2-1B at one row takes
-# 38.2 us so, 39.0 by CUDA's choice and 42.6 with 15 %.
+# Of an SM's on-chip memory that is asked for as shared memory by the kernels of a chain of few rows: the rest is L1,
+# through which weights in flight pass. CUDA's own choice differs by kernel. On an H200 a layer of Llama-3.2-1B at one
+# row takes 38.2 us so, 39.0 by CUDA's choice and 42.6 with 15 %.
 SHARED_PERCENT = 8
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _asked: WeakSet[Any] = WeakSet()
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool, **constants: Any) -> None:
-    """Launch `kernel[grid]` with a constant `PDL`, as part of a chain if `pdl`."""
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool, lean: bool = True, **constants: Any) -> None:
+    """Launch `kernel[grid]` with a constant `PDL`, as part of a chain if `pdl`.
+
+    `lean`: whether it gets by with little shared memory, and asks for no more; several programs that need much would
+    not fit on an SM together.
+    """
     compiled = kernel[grid](*args, **constants, PDL=pdl, launch_pdl=pdl)
     # The interpreter gives None, and what was only compiled has no function.
-    if pdl and compiled is not None and compiled not in _asked and compiled.function:
+    if pdl and lean and compiled is not None and compiled not in _asked and compiled.function:
         _asked.add(compiled)
         # A preference: where it is refused the kernel runs all the same.
         _cuda().cuFuncSetAttribute(ctypes.c_void_p(compiled.function), _CARVEOUT, SHARED_PERCENT)

@@ -250,6 +250,7 @@ def _skinny(
         STAGES=stages,
         **flags,
         pdl=pdl,
+        lean=False,
         num_warps=warps,
     )
     return y
