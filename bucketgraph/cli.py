@@ -1,4 +1,4 @@
-"""The command line: `bucketgraph warmup | generate | embed | inspect | plan | report | schema | demo`.
+"""The command line: `bucketgraph warmup | generate | embed | inspect | doctor | plan | report | schema | demo`.
 
 Rules: results go to standard output, progress and errors to standard error; an error of ours is one line and exit
 status 2; `warmup` exits 1 when a bucket failed.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketgraph.config import BucketSet, load, schema
+from bucketgraph.doctor import options as doctor_options
 from bucketgraph.errors import BucketGraphError, ConfigError
 from bucketgraph.planner import options as planner_options
 from bucketgraph.reporting import options as report_options
@@ -96,6 +97,10 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--dot", type=Path, help="write the graph for Graphviz")
     model_options(inspect, None)
     llm_options(inspect)
+
+    doctor_options.add(
+        command("doctor", _doctor, "Say whether CUDA graphs would help a workload, how much, and what is in the way.")
+    )
 
     planner_options.add(command("plan", _plan, "Choose bucket sizes for traces of request lengths."))
 
@@ -215,6 +220,12 @@ def _inspect(args: argparse.Namespace) -> int:
     for table in tables.set_tables(load(args.set)):
         console.print(table)
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from bucketgraph.doctor import command
+
+    return command.run(args, _callable)
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -38,15 +38,19 @@ tr.dead td { color: var(--soft); }
 figure { margin: 1rem 0; overflow-x: auto; } svg { width: 100%; min-width: 34rem; height: auto; display: block; }
 svg text { font: 12px ui-monospace, monospace; font-size: 11px; fill: var(--front); } svg .tick { fill: var(--soft); }
 .bar rect { fill: var(--bar); } .dead rect { fill: var(--dead); } .edge path { stroke: var(--edge); stroke-width: 1.2; }
-.base { stroke: var(--soft); }
+.copy rect { fill: var(--edge); } .base { stroke: var(--soft); }
 """
 
 
 def page(report: Report) -> str:
     """The whole page."""
-    title = f"{report.name}: bucket report"
     body = "".join(part for phase in report.phases for part in _phase(phase))
-    made_by = f"From {report.source}, by bucketgraph {bucketgraph.__version__}."
+    return document(f"{report.name}: bucket report", f"From {report.source}", body)
+
+
+def document(title: str, origin: str, body: str) -> str:
+    """A page that loads nothing, around a body that is markup already."""
+    made_by = f"{origin}, by bucketgraph {bucketgraph.__version__}."
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{text(_POLICY)}">'
@@ -67,17 +71,17 @@ def _phase(phase: PhaseReport) -> Iterator[str]:
     kept = [row for row in stats.buckets if row in most]
     cut = "" if len(kept) == len(stats.buckets) else f" The {len(kept)} most used of {len(stats.buckets)}."
     hits = [Bar(row.bucket, row.hits, f"{row.hits:,}", "bar" if row.hits else "dead") for row in kept]
-    yield _figure("Hits of each bucket", svg.bars("Hits of each bucket", hits), f"Grey: never hit.{cut}")
+    yield figure("Hits of each bucket", svg.bars("Hits of each bucket", hits), f"Grey: never hit.{cut}")
     used = [row for row in kept if row.hits]
     if used:
         waste = [Bar(row.bucket, row.padding - 1, percent(row.padding - 1)) for row in used]
-        yield _figure("Waste of each bucket", svg.bars("Waste of each bucket", waste), "Padded over real work, less 1.")
+        yield figure("Waste of each bucket", svg.bars("Waste of each bucket", waste), "Padded over real work, less 1.")
     if stats.fallbacks:
         ways = sorted(stats.fallbacks.items(), key=lambda item: -item[1])[: svg.MOST_ROWS]
         made = svg.bars("Ways out by reason", [Bar(key, count, f"{count:,}") for key, count in ways])
-        yield _figure("Ways out by reason", made, "Calls, and parts of split calls, that no bucket served.")
+        yield figure("Ways out by reason", made, "Calls, and parts of split calls, that no bucket served.")
         reasons = [(key, f"{count:,}", stats.reasons.get(key, "")) for key, count in ways]
-        yield _table(("way out", "count", "reason, as first seen"), reasons, right={1}, long={2})
+        yield table(("way out", "count", "reason, as first seen"), reasons, right={1}, long={2})
     yield "<h3>Buckets</h3>" + _buckets(phase)
     yield "".join(f'<p class="note">{text(note[0].upper() + note[1:])}.</p>' for note in phase.notes)
     yield "</section>\n"
@@ -104,15 +108,16 @@ def _sizes(phase: PhaseReport) -> Iterator[str]:
             sizes = sorted(counts)
             edges = sorted({row.sizes[axis] for row in phase.stats.buckets})
             title = f"Sizes asked for: {axis}"
-            yield _figure(title, svg.histogram(title, sizes, [counts[size] for size in sizes], edges, axis), "")
+            yield figure(title, svg.histogram(title, sizes, [counts[size] for size in sizes], edges, axis), "")
 
 
 def _buckets(phase: PhaseReport) -> str:
     listed = list(rows(phase))
-    return _table(COLUMNS, listed, set(NUMBERS), {len(COLUMNS) - 1} if any(row[-1] for row in listed) else set())
+    return table(COLUMNS, listed, set(NUMBERS), {len(COLUMNS) - 1} if any(row[-1] for row in listed) else set())
 
 
-def _table(columns: Sequence[str], lines: Iterable[Sequence[str]], right: set[int], long: set[int]) -> str:
+def table(columns: Sequence[str], lines: Iterable[Sequence[str]], right: set[int], long: set[int]) -> str:
+    """Rows of text; `right` and `long` are places of columns that are numbers, and that may break."""
     kinds = ["right" if at in right else "long" if at in long else "" for at in range(len(columns))]
     head = "".join(f'<th class="{kind}">{text(name)}</th>' for name, kind in zip(columns, kinds, strict=True))
     body = []
@@ -122,9 +127,10 @@ def _table(columns: Sequence[str], lines: Iterable[Sequence[str]], right: set[in
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>\n'
 
 
-def _figure(title: str, plot: str, caption: str) -> str:
-    said = f"<figcaption>{text(caption)}</figcaption>" if caption else ""
-    return f"<h3>{text(title)}</h3><figure>{plot}{said}</figure>\n"
+def figure(title: str, plot: str, caption: str) -> str:
+    """A plot under its title, and over its caption if there is one."""
+    below = f"<figcaption>{text(caption)}</figcaption>" if caption else ""
+    return f"<h3>{text(title)}</h3><figure>{plot}{below}</figure>\n"
 
 
 def _said(title: str, lines: Sequence[str]) -> Iterator[str]:

@@ -44,7 +44,7 @@ def bars(title: str, rows: Sequence[Bar]) -> str:
             f'<rect x="{left:.1f}" y="{y}" width="{length:.1f}" height="14" rx="2"/>'
             f'<text x="{left + length + 6:.1f}" y="{y + 11}">{text(row.text)}</text></g>'
         )
-    return _plot(title, len(rows) * _ROW + 6, parts)
+    return plot(title, len(rows) * _ROW + 6, parts)
 
 
 def histogram(title: str, sizes: Sequence[int], counts: Sequence[int], edges: Sequence[int], axis: str) -> str:
@@ -94,7 +94,7 @@ def histogram(title: str, sizes: Sequence[int], counts: Sequence[int], edges: Se
         f'<text class="tick" x="{WIDTH / 2}" y="{height + 16}" text-anchor="middle">{text(axis)} ({span})</text>'
     )
     parts.append(f'<text class="tick" x="{right}" y="{height + 16}" text-anchor="end">{limits[-1] - 1:,}</text>')
-    return _plot(title, height + 24, parts)
+    return plot(title, height + 24, parts)
 
 
 class _Scale:
@@ -127,7 +127,8 @@ def _short(label: str) -> str:
     return label if len(label) <= _LABEL else label[: _LABEL - 1] + "…"
 
 
-def _plot(title: str, height: float, parts: Sequence[str]) -> str:
+def plot(title: str, height: float, parts: Sequence[str]) -> str:
+    """An SVG of the common width, named for who cannot see it."""
     named = text(title)
     return (
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{named}"><title>{named}</title>'

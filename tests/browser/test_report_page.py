@@ -1,20 +1,24 @@
-"""The report in a real browser: it loads nothing, runs nothing, and can be read, wide or narrow, light or dark."""
+"""The pages of report and doctor in a real browser: they load and run nothing, and can be read, wide or narrow."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from null.doctor_double import LAYER, Gpu
 
+from bucketgraph.doctor import blockers
 from bucketgraph.reporting.build import report
 from bucketgraph.saved import Saved
 from bucketgraph.stats import BucketStats, Stats
 
 HOSTILE = "<img src=https://example.invalid/x onerror=\"document.title='run'\"><script>document.title='run'</script>"
 SIZES = (16, 32, 64, 96, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+PAGES = pytest.mark.parametrize("view", ["report", "doctor"], indirect=True)
 VIEWS = [("light", 1200), ("light", 390), ("dark", 1200), ("dark", 390)]
 # Background and colour of an element as they are drawn, and their contrast by WCAG 2.
 CONTRAST = """elements => elements.map(element => {
@@ -61,14 +65,28 @@ def saved() -> Saved:
     return Saved(HOSTILE, {"prefill": plain, "decode": wild})
 
 
+def diagnosed(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The doctor's page of a step on a GPU as it could be, where every name is markup."""
+    watched = blockers.Watched(250, {"cuda"})
+    watched.seen["read", "suspect", HOSTILE, None, HOSTILE] = 2
+    return Gpu(watched=watched, name=HOSTILE).diagnose(monkeypatch, HOSTILE).html()
+
+
 Open = Callable[[str, int], Any]
 
 
 @pytest.fixture
-def view(chromium: Any, tmp_path: Path) -> Iterator[Open]:
-    """The page of `saved`, opened in a colour scheme at a width. What it asks for or complains of fails the test."""
-    saved().save(tmp_path / "stats.json")
-    report(tmp_path / "stats.json", tmp_path / "stats.json").save_html(tmp_path / "page.html")
+def view(
+    chromium: Any, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Open]:
+    """The report of `saved`, or `diagnosed`, opened in a colour scheme at a width. What it asks for or complains of
+    fails the test.
+    """
+    if getattr(request, "param", "report") == "doctor":
+        (tmp_path / "page.html").write_text(diagnosed(monkeypatch))
+    else:
+        saved().save(tmp_path / "stats.json")
+        report(tmp_path / "stats.json", tmp_path / "stats.json").save_html(tmp_path / "page.html")
     asked: list[str] = []
     said: list[str] = []
     pages = []
@@ -115,6 +133,26 @@ def test_every_plot_is_drawn(view: Open) -> None:
     assert plots.nth(1).locator("g.dead").count() == 1
 
 
+@pytest.mark.parametrize("view", ["doctor"], indirect=True)
+def test_the_doctors_page_shows_the_call_on_a_line_of_time(view: Open) -> None:
+    page = view("light", 1200)
+    assert page.title() == f"{HOSTILE}: launch-bound" and page.locator("script, img, iframe, [onerror]").count() == 0
+    assert page.locator("h2").all_inner_texts() == ["Verdict: launch-bound"]
+    assert page.locator("p", has_text=HOSTILE).count() >= 1 and page.locator("td", has_text="cudaLaunchKernel").count()
+    plots = page.locator("svg")
+    titles = [plots.nth(place).get_attribute("aria-label") for place in range(plots.count())]
+    assert titles == ["Timeline of a call", "The start of the call", "GPU time by kernel"]
+    whole, start, kernels = (plots.nth(place) for place in range(3))
+    assert whole.locator(".copy rect").count() == 1 and start.locator(".copy rect").count() == 0
+    shown = start.locator(".bar").evaluate_all("bars => bars.map(bar => bar.querySelector('title').textContent)")
+    assert len(shown) == 1 + 2 * len(LAYER) and shown[0] == "embed: 2.0 us from 4.0 us on"
+    lefts = start.locator(".bar rect").evaluate_all("bars => bars.map(bar => bar.getBoundingClientRect().left)")
+    steps = [after - before for before, after in pairwise(lefts)]
+    assert min(steps) > 0 and max(steps) == pytest.approx(min(steps), abs=0.2), "launches every 10 us"
+    assert kernels.locator(".bar rect").count() == 10
+
+
+@PAGES
 @pytest.mark.parametrize(("scheme", "width"), VIEWS)
 def test_labels_lie_inside_their_plots_and_not_on_each_other(view: Open, scheme: str, width: int) -> None:
     for plot in view(scheme, width).locator("svg").evaluate_all(BOXES):
@@ -128,6 +166,7 @@ def test_labels_lie_inside_their_plots_and_not_on_each_other(view: Open, scheme:
                 assert apart, f"{one} and {two} overlap"
 
 
+@PAGES
 @pytest.mark.parametrize(("scheme", "width"), VIEWS)
 def test_all_text_stands_out_and_nothing_leaves_the_window(view: Open, scheme: str, width: int) -> None:
     page = view(scheme, width)
@@ -140,6 +179,7 @@ def test_all_text_stands_out_and_nothing_leaves_the_window(view: Open, scheme: s
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+@PAGES
 def test_the_page_forbids_itself_to_load_anything(view: Open) -> None:
     page = view("light", 1200)
     policy = page.locator('meta[http-equiv="Content-Security-Policy"]').get_attribute("content")
