@@ -49,6 +49,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
 }
 DTYPES = tuple(_LIMITS)
 ExecutableKind = Literal["auto", "cudagraph", "compiled", "eager"]
+Bind = Literal["copy", "patch", "auto"]
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -154,6 +155,7 @@ class InputSpec(Model):
     range: tuple[StrictInt, StrictInt] | None = None  # legal integer values, low to high (exclusive): for self-checks
     # Padding may hold any legal value without a change in the result; self-checks hold it to that.
     inert: StrictBool = False
+    bind: Bind = "copy"  # of a graph: copied into its slot, or read where the caller has it; auto takes the faster
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -184,6 +186,7 @@ class OutputSpec(Model):
 
     shape: tuple[Dim, ...]
     check: StrictBool = True  # false: not compared in self-checks, such as an argmax, which rounding can turn
+    bind: Literal["copy", "patch"] = "copy"  # how a graph writes into a call's `out`: patch makes it write there itself
 
 
 class Ring(Model):
@@ -259,6 +262,7 @@ class PhaseSpec(Model):
     max_padding: Ratio | None = None
     outputs_are: Ownership = "cloned"
     on_stale: Literal["error", "recapture"] = "error"  # when a tensor that a graph reads was rebound, moved or freed
+    io: Literal["staged", "in_graph"] = "staged"  # in_graph: the copies of host inputs are nodes of the graph
 
     @field_validator("axes", mode="after")
     @classmethod

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -92,6 +92,13 @@ class Contract:
             if list(map(_layout, self._tensors)) != self._layouts:
                 raise self._stale()
             self._record()  # the guards also look at requires_grad, which a graph does not care about
+
+    def accept(self, tensors: Iterable[Tensor]) -> None:
+        """These lie elsewhere from now on, in the layout that they had: what was captured has been told so."""
+        moved = {id(tensor) for tensor in tensors}
+        for place, tensor in enumerate(self._tensors):
+            if id(tensor) in moved:
+                self._addresses[place] = tensor.data_ptr()
 
     def _is_kept(self) -> bool:
         """Whether every place holds the object that it held."""

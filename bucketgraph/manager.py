@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from bucketgraph import executables, monitor
+from bucketgraph import binding, executables, monitor
 from bucketgraph.buckets import Bucket, Lattice, Plan
 from bucketgraph.config import BucketSet, Memory, PhaseSpec, Warmup, load
 from bucketgraph.contract import Contract
@@ -27,7 +27,7 @@ from bucketgraph.dispatch import Cheapest, Prices
 from bucketgraph.errors import ConfigError, InputError, NoBucketError, NotQuietError, NotWarmError, StaleError
 from bucketgraph.executables import Executable, Family
 from bucketgraph.saved import Saved
-from bucketgraph.slots import Arena, InputCheck, Outputs, Slot, StaticInputs, check_inputs, longest, pack, unpad
+from bucketgraph.slots import Arena, InputCheck, Outputs, Slot, StaticInputs, check_inputs, into, longest, pack, unpad
 from bucketgraph.stats import Recorder, Stats, log
 from bucketgraph.warmup import Progress, WarmupReport, warm_up
 
@@ -53,6 +53,7 @@ class Captured:
     mib: float = 0.0  # device memory that the capture took
     check: float | None = None  # largest relative error of padded replay against unpadded eager
     error: str | None = None  # why this bucket is not used; its calls run eagerly
+    binding: binding.Binding | None = None  # what of its calls the graph uses where the caller has it; None: nothing
 
     @property
     def serves(self) -> str:
@@ -132,6 +133,7 @@ class BucketManager:
         self._state_tensors = state
         self._since = (0, 0)  # compiles and memory segments when warm-up ended
         self._state = "lazy" if self.policy.lazy else "cold"
+        self.fixed: dict[Bucket, dict[str, str]] = {}  # tensors that a bucket's graph cannot follow, with the reason
 
     # -- what a user calls -------------------------------------------------------------------------------------------
 
@@ -139,8 +141,12 @@ class BucketManager:
         """Warm, capture and check every bucket, largest first. A bucket that fails costs that bucket alone."""
         return warm_up([self], on_progress)
 
-    def __call__(self, /, **inputs: Tensor) -> dict[str, Tensor]:
+    def __call__(self, /, *, out: Mapping[str, Tensor] | Tensor | None = None, **inputs: Tensor) -> dict[str, Tensor]:
         """Run a batch that is padded already, of any size.
+
+        Args:
+            out: where results go, by output; a tensor of the result's real shape and dtype. A tensor alone is an input
+                of that name.
 
         Returns:
             the outputs by name, with the axes' real sizes.
@@ -151,8 +157,12 @@ class BucketManager:
             NotWarmError: `warmup()` was not called, or `release()` was.
         """
         self._require_warm()
+        if isinstance(out, Tensor):
+            inputs["out"], out = out, None
         sizes = self._check_inputs(inputs)
-        return self._run(self._dispatch.plan([sizes[name] for name in self.lattice.names]), inputs)
+        if out is not None:
+            self._outputs.check_out(out, sizes, self.device)
+        return self._run(self._dispatch.plan([sizes[name] for name in self.lattice.names]), inputs, out=out)
 
     def run_batch(self, requests: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Pack ragged requests into one batch, run it, and give each its own unpadded result.
@@ -208,6 +218,26 @@ class BucketManager:
         """
         Saved.of({"": self.stats()}, self.spec).save(path)
 
+    def rebind(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Give tensors that the function reads other memory, without capturing anew where that can be proved right.
+
+        Args:
+            tensors: by name, as `StaleError` says it, such as `layers.0.weight`; of the same shape, strides and dtype.
+
+        Returns:
+            the memory that was there before, by name, to go back to it.
+
+        Raises:
+            InputError: there is no such tensor, or the new one does not fit; nothing moved.
+            NotWarmError, StaleError: as for a call.
+        """
+        return binding.rebind([self], tensors)
+
+    def explain(self) -> list[str]:
+        """What each bucket's graph uses where it lies and where it holds addresses; what is copied instead, and why."""
+        with self.family.lock:
+            return binding.explain(self)
+
     def release(self) -> None:
         """Give graphs and static memory back. The manager cannot be called afterwards, unless warmed up again."""
         with self.family.lock:
@@ -224,7 +254,9 @@ class BucketManager:
 
     # -- plan, fill, replay, read ------------------------------------------------------------------------------------
 
-    def _run(self, plan: Plan, inputs: Mapping[str, Tensor], keep: bool = False) -> dict[str, Tensor]:
+    def _run(
+        self, plan: Plan, inputs: Mapping[str, Tensor], keep: bool = False, out: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         with self.family.turn():
             self._require_warm()  # once more: it may have been released while this call waited
             self._refuse_any([plan])
@@ -233,7 +265,7 @@ class BucketManager:
                 self._require_fresh()
                 with self._watched():
                     run = self._run_parts if plan.parts else self._run_whole
-                    result, outcome, code, reason = run(plan, inputs, keep)
+                    result, outcome, code, reason = run(plan, inputs, keep, out)
             except Exception as error:
                 self._recorder.call("raised")
                 self.family.examine(error)
@@ -250,17 +282,21 @@ class BucketManager:
                 what = "a larger bucket" if self.spec.overflow == "split" else "a larger bucket, or set overflow: eager"
                 raise NoBucketError(plan.reason or "no bucket", hint=f"add {what}")
 
-    def _run_whole(self, plan: Plan, inputs: Mapping[str, Tensor], keep: bool) -> _Ended:
+    def _run_whole(
+        self, plan: Plan, inputs: Mapping[str, Tensor], keep: bool, out: Mapping[str, Tensor] | None = None
+    ) -> _Ended:
         captured = self._ready(plan.bucket) if plan.bucket is not None else None
         sizes = self._named(plan.sizes)
         if captured is not None and captured.error is None:
-            result = self.replay(captured, inputs, sizes, keep=keep)
+            result = self.replay(captured, inputs, sizes, keep=keep, out=out)
             self._recorder.hit(plan)
             return result, "replayed", None, None
         code, reason = ("bucket_failed", captured.error) if captured else (plan.code, plan.reason)
-        return self._outputs.read(self.run_unpadded(inputs), sizes, keep=keep), "eager", code, reason
+        return self._outputs.read(self.run_unpadded(inputs), sizes, keep=keep, into=out), "eager", code, reason
 
-    def _run_parts(self, plan: Plan, inputs: Mapping[str, Tensor], keep: bool) -> _Ended:
+    def _run_parts(
+        self, plan: Plan, inputs: Mapping[str, Tensor], keep: bool, out: Mapping[str, Tensor] | None = None
+    ) -> _Ended:
         """Run a call in pieces along the request axis. The result is new memory, whatever `outputs_are` says."""
         position = self._order[self.spec.request_axis or ""]
         results, start = [], 0
@@ -273,19 +309,30 @@ class BucketManager:
             results.append(result)
             start += size
         whole = {name: torch.cat([result[name] for result in results]) for name in results[0]}
-        return whole, "split", plan.code, plan.reason
+        return whole | into(out or {}, whole), "split", plan.code, plan.reason
 
     def replay(
-        self, captured: Captured, inputs: Mapping[str, Tensor], sizes: Mapping[str, int], *, keep: bool = False
+        self,
+        captured: Captured,
+        inputs: Mapping[str, Tensor],
+        sizes: Mapping[str, int],
+        *,
+        keep: bool = False,
+        out: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Fill, replay and read one bucket. The family's turn must be held. `keep` as in `Outputs.read`."""
         fill, replay, read = self._ranges
+        if captured.binding is not None:
+            with replay:
+                raw, written = captured.binding.run(inputs, out or {})
+            with read:
+                return self._outputs.read(self._outputs.select(raw), sizes, keep=keep, into=out, written=written)
         with fill:
             captured.inputs.fill(inputs)
         with replay:
             raw = captured.executable.replay()
         with read:
-            return self._outputs.read(self._outputs.select(raw), sizes, keep=keep)
+            return self._outputs.read(self._outputs.select(raw), sizes, keep=keep, into=out)
 
     def run_unpadded(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The function itself, eagerly, on exactly these inputs."""
@@ -327,7 +374,7 @@ class BucketManager:
         fns = dict(self._variants(bucket)) or {"": self.fn}
         if self.kind != "cudagraph":
             fns = dict([next(iter(fns.items()))])
-        made = {n: (fn, executables.make(self.kind, fn, inputs.views, self.family)) for n, fn in fns.items()}
+        made = {n: (fn, binding.make(self, fn, inputs)) for n, fn in fns.items()}
         name, (fn, executable) = next(iter(made.items()))
         return Captured(bucket, inputs, executable, fn, made if len(made) > 1 else {}, name or None)
 
@@ -355,6 +402,20 @@ class BucketManager:
     def bind(self) -> Contract | None:
         """Where everything lies that the captures to come will read."""
         return Contract(self.fn, self._state_tensors) if self.kind == "cudagraph" else None
+
+    def settle(self, captured: Captured) -> None:
+        """Decide what of this bucket's calls the graph uses where the caller has it. The turn must be held."""
+        binding.settle(self, captured)
+
+    def fresh_contract(self) -> Contract:
+        """What is read by address, nothing of it moved meanwhile. Raises NotWarmError and StaleError as a call does."""
+        self._require_warm()
+        self._require_fresh()
+        return self._contract or Contract(self.fn, self._state_tensors)
+
+    def note_recapture(self, reason: str) -> None:
+        """A tensor moved, and a graph could not follow."""
+        self._recorder.fallback("recaptured", "moved", reason)
 
     def adopt(self, captured: Sequence[Captured], contract: Contract | None) -> None:
         """Serve these buckets from now on, under the contract that they were captured under."""

@@ -7,7 +7,7 @@ set says `borrowed`. A pinned staging buffer is not refilled before its copy is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -84,29 +84,62 @@ class StaticInputs:
                 turn.append(_HostSlot(slot, buffer[offset:end].view(slot.dtype).view(shape)))
             offset = -(-end // _ALIGN) * _ALIGN
 
-    def fill(self, inputs: Mapping[str, Tensor]) -> None:
-        """Copy `inputs` in and reset all padding. Host tensors travel in as few copies as lie side by side."""
+    def fill(self, inputs: Mapping[str, Tensor], elsewhere: Container[str] = ()) -> None:
+        """Copy `inputs` in and reset all padding. Host tensors travel in as few copies as lie side by side.
+
+        Args:
+            elsewhere: inputs that the graph reads where the caller has them; their slots stay as they are.
+        """
         if self._on_host:
             for held in self._host[0]:
-                held.write(inputs[held.name])
+                if held.name not in elsewhere:
+                    held.write(inputs[held.name])
             return
         there = tuple([slot.name for slot in self.slots if inputs[slot.name].is_cuda])
         if len(there) < len(self.slots):
-            turn = self._arena.next_staging()
-            # The buffer's padding is as this bucket's last fill left it, if that had these shapes.
-            now = self, there, [inputs[slot.name].shape for slot in self.slots]
-            padded = self._arena.filled[turn] == now
-            self._arena.filled[turn] = None
-            for held in self._host[turn]:
-                if held.name not in there:
-                    held.write(inputs[held.name], padded)
-            self._arena.filled[turn] = now
+            turn = self._stage(inputs, there)
             for start, end in self._runs(there):
                 self._arena.copy(turn, start, end)
             self._arena.staged(turn)
         for slot in self.slots:
-            if slot.name in there:
+            if slot.name in there and slot.name not in elsewhere:
                 _write(self.views[slot.name], inputs[slot.name], slot.pad)
+
+    def stage(self, inputs: Mapping[str, Tensor]) -> int:
+        """Write what is on the host into a staging buffer, for a graph that copies it itself; the buffer's turn.
+
+        `staged` is called when that graph was launched.
+        """
+        return self._stage(inputs, tuple([slot.name for slot in self.slots if inputs[slot.name].is_cuda]))
+
+    def staged(self, turn: int) -> None:
+        self._arena.staged(turn)
+
+    def forget(self) -> None:
+        """Staging was written by others: nothing that it held counts any more."""
+        self._arena.filled = [None] * len(self._arena.filled)
+
+    @property
+    def arena_bytes(self) -> Tensor:
+        """The memory that all slots of all buckets lie in."""
+        return self._arena.device_bytes
+
+    def packed(self, first: str) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The slots from this one on as bytes, with the gaps between them; the same of each staging buffer."""
+        part = slice(self.spans[first][0], max(end for _, end in self.spans.values()))
+        return self._arena.device_bytes[part], tuple(buffer[part] for buffer in self._arena.staging)
+
+    def _stage(self, inputs: Mapping[str, Tensor], there: tuple[str, ...]) -> int:
+        turn = self._arena.next_staging()
+        # The buffer's padding is as this bucket's last fill left it, if that had these shapes.
+        now = self, there, [inputs[slot.name].shape for slot in self.slots]
+        padded = self._arena.filled[turn] == now
+        self._arena.filled[turn] = None
+        for held in self._host[turn]:
+            if held.name not in there:
+                held.write(inputs[held.name], padded)
+        self._arena.filled[turn] = now
+        return turn
 
     def poison(self, byte: int) -> None:
         """Set every byte of the arena and of the staging, gaps too; for self-checks."""
@@ -348,10 +381,33 @@ class Outputs:
                     expected=list(spec.shape),
                 )
 
-    def read(self, outputs: Mapping[str, Tensor], sizes: Mapping[str, int], *, keep: bool = False) -> dict[str, Tensor]:
+    def check_out(self, out: object, sizes: Mapping[str, int], device: torch.device) -> None:
+        """Raises InputError if a call's `out` cannot hold results of these sizes; the dtype is seen when they exist."""
+        if not isinstance(out, Mapping):
+            raise InputError("out is no mapping of outputs to tensors", given=type(out).__name__)
+        for name, tensor in out.items():
+            if name not in self.specs:
+                raise InputError("out names no output", given=name, expected=", ".join(self.specs))
+            if not isinstance(tensor, Tensor) or tensor.device != device:
+                given = tensor.device if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise InputError(f"out[{name!r}] must be a tensor on {device}", given=given)
+            shape = [sizes.get(dim, dim) if isinstance(dim, str) else dim for dim in self.specs[name].shape]
+            if len(shape) != tensor.dim() or any(d not in ("any", s) for d, s in zip(shape, tensor.shape, strict=True)):
+                raise InputError(f"out[{name!r}] has the wrong shape", given=list(tensor.shape), expected=shape)
+
+    def read(
+        self,
+        outputs: Mapping[str, Tensor],
+        sizes: Mapping[str, int],
+        *,
+        keep: bool = False,
+        into: Mapping[str, Tensor] | None = None,
+        written: Collection[str] = (),
+    ) -> dict[str, Tensor]:
         """The real part of static outputs, in memory that the set's `outputs_are` promises.
 
-        `keep` clones them whatever the set says: one turn of a ring is one call, of however many replays.
+        `keep` clones them whatever the set says: one turn of a ring is one call, of however many replays. What is in
+        `into` is copied there, unless it was `written` there already. Raises InputError if it does not fit.
         """
         clone = keep or self._ownership == "cloned"
         if self._rings and not clone:
@@ -359,7 +415,9 @@ class Outputs:
         result = {}
         for name, spec in self.specs.items():
             real = unpad(outputs[name], spec.shape, sizes)
-            if clone:
+            if into is not None and name in into:
+                real = into[name] if name in written else fit(name, into[name], real).copy_(real)
+            elif clone:
                 real = real.clone(memory_format=torch.contiguous_format)
             elif self._rings:
                 real = self._ring(name, real).copy_(real)
@@ -373,6 +431,20 @@ class Outputs:
         if flat is None or flat.numel() < like.numel() or flat.dtype != like.dtype or flat.device != like.device:
             flat = buffers[name] = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
         return flat[: like.numel()].view(like.shape)
+
+
+def into(out: Mapping[str, Tensor], results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Results copied to where a call wants them. Raises InputError if they do not fit."""
+    return {name: fit(name, tensor, results[name]).copy_(results[name]) for name, tensor in out.items()}
+
+
+def fit(name: str, out: Tensor, result: Tensor) -> Tensor:
+    """`out`, if it can hold an output. Raises InputError."""
+    given, expected = ((list(t.shape), t.dtype, t.device) for t in (out, result))
+    if given != expected:
+        sides = [f"{shape} {dtype} on {device}" for shape, dtype, device in (given, expected)]
+        raise InputError(f"out[{name!r}] does not fit", given=sides[0], expected=sides[1])
+    return out
 
 
 def unpad(output: Tensor, dims: Sequence[str | int], sizes: Mapping[str, int]) -> Tensor:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bucketgraph import executables, selfcheck
+from bucketgraph import binding, executables, selfcheck
 from bucketgraph.buckets import Bucket
 from bucketgraph.errors import CaptureError
 from bucketgraph.executables import Executable
@@ -62,6 +62,7 @@ class BucketReport:
     variants: dict[str, float | str] = field(default_factory=dict)  # ms of a replay of each, or how it failed
     replay_ms: float | None = None  # of one replay; None where the bucket failed
     eager_ms: float | None = None  # of the function at the bucket's size, where dispatch goes by cost
+    bound: dict[str, str] = field(default_factory=dict)  # what the set wants bound: `patch`, or what is done and why
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def warm_up(
     rows = tuple(
         BucketReport(
             *(m.name, str(c.bucket), c.executable.kind, c.seconds, c.mib, c.check, c.error, c.variant),
-            *(dict(c.tried), c.replay_ms, c.eager_ms),
+            *(dict(c.tried), c.replay_ms, c.eager_ms, binding.how(m, c)),
         )
         for m, c in work
     )
@@ -236,6 +237,7 @@ def _check(manager: BucketManager, captured: Captured) -> None:
 
 def _price(manager: BucketManager, captured: Captured) -> None:
     """What a replay costs, unless that is known, and where costs decide, the function itself at the bucket's size."""
+    manager.settle(captured)
     device, tried = manager.device, captured.tried.get(captured.variant or "")
     if isinstance(tried, float):  # by the choice among variants
         captured.replay_ms = tried

@@ -268,7 +268,10 @@ def decode_stages(rows: int, head_blocks: int, dtype: torch.dtype, padded_dim: i
 @functools.cache
 def _roomy(device: torch.device) -> bool:
     """Whether three tiles of 128 fit; they do not on GPUs with 99 KiB of shared memory."""
-    return device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin > 150_000
+    if device.type != "cuda":
+        return True
+    room: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return room > 150_000
 
 
 def decode_splits(rows: int, head_blocks: int, capacity: int, block_n: int) -> int:

@@ -9,7 +9,7 @@ differs. `pdl.py` has the rules of `pdl=True`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -213,8 +213,8 @@ def _skinny(
         )
         return streamed.launch(x, norm, weight, bias, residual, y, eps, gated, pdl, (block_k, warps))
     grid = (triton.cdiv(columns, block_n),)
-    flags = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated}
-    shape = {"N": columns, "K": width, "BN": block_n, "BK": block_k}
+    flags: dict[str, Any] = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated}
+    shape: dict[str, Any] = {"N": columns, "K": width, "BN": block_n, "BK": block_k}
     tensors = weight, weight if bias is None else bias, y if residual is None else residual, y
     if stages == 0:
         chain.launch(

@@ -43,6 +43,7 @@ class Bindings:
 
     def __init__(self, module: Any) -> None:
         self._cuda = module
+        self._context: Any = None
         try:
             version = int(self._call("cuDriverGetVersion"))
         except RuntimeError as error:  # cuda-bindings finds the driver's library when it is first called
@@ -153,16 +154,20 @@ class Bindings:
         made = self._call("cuGraphMemcpyNodeGetParams", self._node(node))  # a copy, with the rest as it was captured
         _set_address(made, "src", params.source_type, params.source)
         _set_address(made, "dst", params.destination_type, params.destination)
-        context = self._call("cuCtxGetCurrent")
-        self._call("cuGraphExecMemcpyNodeSetParams", self._executable(executable), self._node(node), made, context)
+        self._set("cuGraphExecMemcpyNodeSetParams", executable, node, made)
 
     def set_memset_params(self, executable: int, node: int, params: MemsetParams) -> None:
         made = self._cuda.CUDA_MEMSET_NODE_PARAMS()
         made.dst = self._cuda.CUdeviceptr(params.destination)
         made.value, made.elementSize, made.pitch = params.value, params.element_bytes, params.pitch
         made.width, made.height = params.width, params.height
+        self._set("cuGraphExecMemsetNodeSetParams", executable, node, made)
+
+    def _set(self, call: str, executable: int, node: int, made: Any) -> None:
+        """Update a node that names no context of its own: a thread that never used the device has none, either."""
         context = self._call("cuCtxGetCurrent")
-        self._call("cuGraphExecMemsetNodeSetParams", self._executable(executable), self._node(node), made, context)
+        self._context = context if int(context) else self._context or context
+        self._call(call, self._executable(executable), self._node(node), made, self._context)
 
     def launch(self, executable: int, stream: int) -> None:
         self._call("cuGraphLaunch", self._executable(executable), self._cuda.CUstream(stream))
@@ -240,6 +245,9 @@ class Bindings:
         if int(error) != 0:
             raise DriverError(name, int(error), getattr(error, "name", "CUDA error"))
         return out[0] if len(out) == 1 else tuple(out)
+
+    def set_enabled(self, executable: int, node: int, enabled: bool) -> None:
+        self._call("cuGraphNodeSetEnabled", self._executable(executable), self._node(node), int(enabled))
 
 
 def _address(memory: MemoryType, host: Any, device: Any) -> int:

@@ -186,10 +186,14 @@ class Driver(Protocol):
         """Where a kernel finds pinned host memory."""
         ...
 
+    def set_enabled(self, executable: int, node: int, enabled: bool) -> None:
+        """Whether later launches of the executable run a kernel, copy or memset, or pass over it."""
+        ...
+
 
 def load_driver() -> Driver:
     """The real driver. Raises ConfigError where `cuda.bindings` or a CUDA driver is missing."""
-    hint = "pip install 'cuda-bindings>=13,<14'"
+    hint = "pip install 'cuda-bindings>=13.3,<14'"
     try:
         module = import_module("cuda.bindings.driver")
     except ImportError as error:

@@ -23,7 +23,7 @@ from bucketgraph.cuda.driver import DriverError
 from bucketgraph.cuda.graph import Graph
 from bucketgraph.cuda.memory import Region
 from bucketgraph.cuda.shadow import Shadow
-from bucketgraph.cuda.sites import Moved, Proof, described, prove
+from bucketgraph.cuda.sites import Moved, Proof, Site, described, prove
 from bucketgraph.cuda.verify import Check, on_poison
 from bucketgraph.errors import BucketGraphError, InputError
 
@@ -95,6 +95,15 @@ class Rebinder:
     def refusal(self, name: str) -> str | None:
         """Why a tensor cannot be rebound; None if it can."""
         return self._named(name).proof.refusal
+
+    def refuse(self, name: str, reason: str) -> None:
+        """A tensor is not to be rebound from now on, for a reason that no node shows."""
+        bound = self._named(name)
+        bound.proof = replace(bound.proof, refusal=reason)
+
+    def sites(self, name: str) -> tuple[Site, ...]:
+        """Where the graph's nodes hold a tensor's address."""
+        return self._named(name).proof.sites
 
     def address(self, name: str) -> int:
         """Where the graph reads a tensor now."""

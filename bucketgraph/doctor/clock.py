@@ -112,7 +112,7 @@ def tiny(device: torch.device, size: int = 1) -> tuple[Tensor, Run]:
 
 
 def calibrate(device: torch.device) -> DeviceCosts:
-    """Costs of launches and nodes on this device, from graphs of `_CHAIN` kernels; takes some tens of milliseconds."""
+    """Costs of launches and nodes on this device, from graphs of `_CHAIN` kernels; takes about a second."""
     with torch.cuda.device(device), torch.no_grad():
         stream = torch.cuda.Stream(device)
         x, short = tiny(device)
@@ -144,7 +144,7 @@ def calibrate(device: torch.device) -> DeviceCosts:
 
 def _saving(chain: Run, graph: torch.cuda.CUDAGraph, device: torch.device, host: float) -> Saving:
     in_stream = queued(chain, device, host)
-    in_graph = statistics.median(in_a_row(graph.replay, device)) * 1e3 / _CHAIN
+    in_graph = statistics.median(in_a_row(graph.replay, device, rounds=3)) * 1e3 / _CHAIN
     each = in_graph if in_stream is None else 1e3 * in_stream / _CHAIN
     return Saving(each, max(0.0, each - in_graph))
 

@@ -428,6 +428,26 @@ class LLM:
             waiting = [request for request in waiting if request.pending]
         return torch.stack([tokens[r] for r in requests]), torch.stack([logits[r] for r in requests])
 
+    def swap_cache(self, other: PagedKVCache) -> None:
+        """Swap the KV cache with another of the same shape, such as `llm.cache.like()`, under the graphs.
+
+        Both objects stay and exchange memory and pages: `other` then holds what was here, and brings it back when it is
+        swapped again. Padded batches stay with the memory that their rows are in, and say so if it is elsewhere.
+
+        Raises:
+            InputError: the other one differs in more than its memory, or prompts are being generated; nothing changed.
+        """
+        with self._engine.alone():
+            if not self._engine.idle:
+                raise InputError("prompts are being generated", hint="swap between calls")
+            self._engine.loops.release()  # they hold addresses of their own, and are built anew when needed
+            self._runner.swap_cache(other)
+
+    @property
+    def cache(self) -> PagedKVCache:
+        """The KV cache that requests are served from."""
+        return self._runner.cache
+
 
 _GREEDY = SamplingParams(temperature=0.0)
 _NOTHING = (torch.empty(0), torch.empty(0))

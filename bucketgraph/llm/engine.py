@@ -228,6 +228,11 @@ class Engine:
         self._streams.pop(request, None)
         self._runner.cache.release(request.pages)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits or runs."""
+        return not self._waiting and not self._running
+
 
 def _logprobs(
     requests: Sequence[Request], rows: Sequence[int], tokens: Tensor, logits: Tensor

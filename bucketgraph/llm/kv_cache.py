@@ -6,6 +6,9 @@ numbers that nothing wrote. Pages are handed out once and come back when a reque
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -30,8 +33,14 @@ class PagedKVCache:
         self.page_size = page_size
         shape = (config.num_layers, 2, pages, config.num_kv_heads, page_size, config.head_dim)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
-        self._free = list(range(pages - 1, 0, -1))  # popped from the end: low pages first
+        self._free = list(range(pages - 1, 0, -1))  # free pages, popped from the end: low ones first
         self.pages = pages
+
+    def like(self) -> PagedKVCache:
+        """Another one of the same shape, empty. Raises torch.OutOfMemoryError."""
+        made = copy(self)
+        made.data, made._free = torch.zeros_like(self.data), list(range(self.pages - 1, 0, -1))
+        return made
 
     @staticmethod
     def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
@@ -43,6 +52,11 @@ class PagedKVCache:
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
+
+    @property
+    def ledger(self) -> list[int]:
+        """The free pages, as one object that goes with the memory."""
+        return self._free
 
     @property
     def free_pages(self) -> int:
@@ -65,10 +79,28 @@ class PagedKVCache:
 
     def release(self, pages: list[int]) -> None:
         """Take pages back. Their content is stale, and every reader masks by length."""
-        self._free.extend(reversed(pages))
-        pages.clear()
+        give_back(self._free, pages)
 
     @property
     def is_idle(self) -> bool:
         """Whether no request holds a page."""
         return len(self._free) == self.pages - 1
+
+    def exchange(self, other: PagedKVCache, move: Callable[[Tensor], Tensor]) -> None:
+        """Swap memory and pages with another cache of the same shape; both objects stay what others hold.
+
+        Args:
+            move: gives `data` the memory of the tensor, and returns what it had.
+        """
+        self._free, other._free = other._free, self._free
+        try:
+            other.data.data = move(other.data)
+        except BaseException:
+            self._free, other._free = other._free, self._free
+            raise
+
+
+def give_back(ledger: list[int], pages: list[int]) -> None:
+    """Pages to the free ones of the memory that they lie in, which may not be the cache's at the moment."""
+    ledger.extend(reversed(pages))
+    pages.clear()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bucketgraph.errors import InputError
+from bucketgraph.llm.kv_cache import give_back
 
 if TYPE_CHECKING:
     from bucketgraph.llm.request import Request
@@ -26,19 +27,26 @@ class PaddedBatch:
     """
 
     def __init__(self, requests: list[Request], runner: Runner, tokens: Tensor, logits: Tensor) -> None:
-        self.requests = requests
+        self._requests = requests
         self.tokens, self.logits = tokens, logits
-        self._runner = runner
+        self._runner, self._ledger = runner, runner.cache.ledger
+
+    @property
+    def requests(self) -> list[Request]:
+        """The rows; none when closed. Raises InputError while another KV cache is in place."""
+        if self._requests and self._runner.cache.ledger is not self._ledger:
+            raise InputError("the batch lies in another KV cache", hint="swap its cache in first")
+        return self._requests
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each row so far, without padding."""
-        return [len(request.tokens) for request in self.requests]
+        return [len(request.tokens) for request in self._requests]
 
     def close(self) -> None:
-        for request in self.requests:
-            self._runner.cache.release(request.pages)
-        self.requests = []
+        for request in self._requests:
+            give_back(self._ledger, request.pages)
+        self._requests = []
 
     def __enter__(self) -> Self:
         return self

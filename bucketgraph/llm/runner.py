@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bucketgraph.binding import prepare, rebind
 from bucketgraph.config import BucketSet, PhaseSpec
-from bucketgraph.errors import ConfigError
+from bucketgraph.errors import ConfigError, InputError
 from bucketgraph.executables import Family
 from bucketgraph.llm import model as forward
 from bucketgraph.llm.examples import Examples
@@ -163,6 +164,17 @@ class Runner:
         size = self.cache.page_size
         slots: np.ndarray = request.table[positions // size].astype(np.int64) * size + positions % size
         return slots
+
+    def swap_cache(self, other: PagedKVCache) -> None:
+        """Swap memory and pages of the KV cache with another; graphs follow where that is proved, or are recaptured.
+
+        Raises InputError, with nothing swapped, if the other one is of another shape, page size, dtype or device.
+        """
+        if other.page_size != self.cache.page_size:
+            raise InputError("the caches differ in page size", given=other.page_size, expected=self.cache.page_size)
+        managers = [self.prefill_manager, self.decode_manager]
+        prepare(managers, {"cache.data": other.data})  # on pages that are free where the data still is
+        self.cache.exchange(other, lambda new: rebind(managers, {"cache.data": new})["cache.data"])
 
 
 def _tolerance(model: LanguageModel) -> float:

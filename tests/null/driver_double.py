@@ -75,6 +75,7 @@ class NodeData:
     values: list[bytes] = field(default_factory=list)
     attributes: KernelAttributes = KernelAttributes()  # noqa: RUF009 (frozen)
     kept: Any = None  # the host memory that `params.arguments` points into
+    enabled: bool = True
 
 
 class DriverDouble:
@@ -217,6 +218,8 @@ class DriverDouble:
 
     def _execute(self, held: dict[int, NodeData]) -> None:
         for data in held.values():
+            if not data.enabled:
+                continue
             if data.kind == "graph":
                 self._execute(data.kept)
             elif data.kind == "conditional":
@@ -277,6 +280,13 @@ class DriverDouble:
 
     def device_address(self, host: int) -> int:
         return host
+
+    def set_enabled(self, executable: int, node: int, enabled: bool) -> None:
+        kind = self.node_data[node].kind
+        data = self._update("cuGraphNodeSetEnabled", executable, node, kind)
+        if kind not in ("kernel", "memcpy", "memset"):
+            raise DriverError("cuGraphNodeSetEnabled", INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE")
+        data.enabled = enabled
 
     def _read(self, params: KernelParams) -> list[bytes]:
         """A copy of the arguments, as a driver makes it during the call."""

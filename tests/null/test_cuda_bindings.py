@@ -133,8 +133,20 @@ def test_a_missing_or_old_driver_is_said_at_once(version: Callable[[], Any], tex
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    with pytest.raises(ConfigError, match="pip install 'cuda-bindings>=13,<14'"):
+    with pytest.raises(ConfigError, match=r"pip install 'cuda-bindings>=13\.3,<14'"):
         load_driver()
+
+
+def test_a_thread_without_a_context_updates_in_the_one_that_was_seen_last() -> None:
+    current = iter([3, 0, 4, 0])
+    sent: list[Any] = []
+    driver = bindings(
+        cuCtxGetCurrent=lambda: (0, next(current)),
+        cuGraphExecMemsetNodeSetParams=lambda *args: (sent.append(args[3]), (0,))[1],
+    )
+    for _ in range(4):
+        driver.set_memset_params(1, 2, MemsetParams(20, 21, 4, 22, 1, 0))
+    assert sent == [3, 3, 4, 4]
 
 
 def test_updates_send_every_field() -> None:
