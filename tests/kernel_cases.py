@@ -166,7 +166,7 @@ VARIANTS = {
     "_rms_norm": 1,
     "_rope_and_write": 1,
     "_prefill": 1,
-    "_decode": 2,  # with one split there is nothing to merge
+    "_decode": 4,  # with one split there is nothing to merge; one, two or three stages by rows
     "_swiglu": 1,
     "_threshold": 1,
     "_tile_best": 1,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bucketgraph.errors import InputError
-from bucketgraph.llm.kv_cache import give_back
+from bucketgraph.llm import kv_cache
 
 if TYPE_CHECKING:
     from bucketgraph.llm.request import Request
@@ -45,7 +45,7 @@ class PaddedBatch:
 
     def close(self) -> None:
         for request in self._requests:
-            give_back(self._ledger, request.pages)
+            kv_cache.give_back(self._ledger, request.pages)
         self._requests = []
 
     def __enter__(self) -> Self:

@@ -227,9 +227,9 @@ FAULTS: tuple[Fault, ...] = (
           swap(stats.Recorder, "fallback", _nothing)),
     # requests
     Fault("page-released-twice", "a batch that is closed twice gives its pages back twice", "pages",
-          edit(kv_cache.PagedKVCache, "release", "pages.clear()", "pass"), 12),
+          edit(kv_cache, "give_back", "pages.clear()", "pass"), 12),
     Fault("page-leaked", "one page of each request does not come back", "pages",
-          edit(kv_cache.PagedKVCache, "release", "reversed(pages)", "reversed(pages[1:])")),
+          edit(kv_cache, "give_back", "reversed(pages)", "reversed(pages[1:])")),
     Fault("position-after-chunk", "positions are off by one after a chunk", "prefill_exact",
           edit(runner.Runner, "prefill_arrays", "positions.append(at)", "positions.append(at + (start > 0))"), 12),
     Fault("rope-restarts", "the second chunk's positions start at 0", "prefill_exact",

@@ -136,7 +136,7 @@ def test_pages_beyond_2_to_the_31_elements_are_addressed():
 
 
 def test_default_splits_fill_the_gpu_at_batch_one_and_stop_at_the_tables_capacity():
-    assert decode_module.decode_splits(1, 8, 8192, 64) == 32
+    assert decode_module.decode_splits(1, 8, 8192, 64) == 16
     assert decode_module.decode_splits(1, 8, 256, 64) == 4
     assert decode_module.decode_splits(64, 8, 8192, 64) == 1
 
