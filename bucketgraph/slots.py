@@ -117,7 +117,7 @@ class StaticInputs:
 
     def forget(self) -> None:
         """Staging was written by others: nothing that it held counts any more."""
-        self._arena.filled = [None] * len(self._arena.filled)
+        self._arena.forget()
 
     @property
     def arena_bytes(self) -> Tensor:
@@ -231,6 +231,10 @@ class Arena:
             event.synchronize()
         for buffer in (self.device_bytes, *self.staging):
             buffer.fill_(byte)
+        self.forget()
+
+    def forget(self) -> None:
+        """Staging was written by others than fills: what they remember of it no longer holds."""
         self.filled = [None] * len(self.staging)
 
     def next_staging(self) -> int:

@@ -4,10 +4,10 @@ Rules of a chain: every program of every kernel calls `launch_dependents` first 
 too. Before the wait a kernel reads what no kernel of its graph writes: weights, a step's lengths, positions and tables,
 past K and V. Activations come after it, as do all stores. A wait covers the whole grid before it, which itself waited,
 and so on back: hence neither a read nor a reuse of a buffer can overtake a write, however many kernels lie between.
-Never wait inside a pipelined loop (loads are hoisted over it). At most 48 KiB of shared memory a program: for more
-Triton asks CUDA for another split of L1 and shared memory, and kernels that differ in it do not overlap (Llama-3.1-8B,
-one row, on an H200: 4.36 ms a step against 4.10). An ordinary kernel before or after the chain waits for all; compute
-capability 9 or later.
+Never wait inside a pipelined loop (loads are hoisted over it). Where rows are few, at most 48 KiB of shared memory a
+program: for more Triton asks CUDA for another split of L1 and shared memory, and kernels that differ in it do not
+overlap (Llama-3.1-8B, one row, on an H200: 4.36 ms a step against 4.10). An ordinary kernel before or after the chain
+waits for all; compute capability 9 or later.
 """
 
 from __future__ import annotations

@@ -199,7 +199,10 @@ def _is_known(manager: BucketManager, captured: Captured, names: Sequence[str]) 
     graph, fixed = captured.executable, manager.fixed.get(captured.bucket, {})
     if any(name in fixed for name in names):
         return True
-    return isinstance(graph, MovableGraph) and all(graph.can_move(state(name)) for name in names)
+    # A refusal is known, too: looking once more would run the function when its memory may have moved in part.
+    return isinstance(graph, MovableGraph) and all(
+        graph.can_move(state(name)) or state(name) in graph.refusals for name in names
+    )
 
 
 def _follows(manager: BucketManager, captured: Captured, names: Sequence[str]) -> bool:

@@ -169,7 +169,7 @@ def _poison(world: World, phase: Phase, generator: random.Random, requests: list
     pattern = generator.choice((0xFF, 0x7F, 0x80, None, "noise"))
     staging = arena.staging if generator.random() < 0.5 else ()
     if staging:  # what a fill left there is remembered, since fills alone write it
-        arena.filled = [None] * len(staging)
+        arena.forget()
     for buffer in (arena.device_bytes, *staging):
         if pattern == "noise":
             buffer.random_(0, 256, generator=torch.Generator(buffer.device).manual_seed(generator.getrandbits(31)))

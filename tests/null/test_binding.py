@@ -14,6 +14,7 @@ from null.graph_double import Device, StagedArena, graphs_on
 from torch import Tensor, nn
 
 from bucketgraph import binding
+from bucketgraph.binding import prepare
 from bucketgraph.binding.calls import OwnMemory
 from bucketgraph.config import BucketSet, parse, schema
 from bucketgraph.cuda.bindings import Bindings
@@ -409,6 +410,17 @@ def test_inputs_stay_bound_when_a_weight_moves(device: Device) -> None:
     x, z = aligned(4, WIDTH), torch.randn(4, WIDTH)
     assert torch.equal(manager(x=x, z=z)["y"], right(manager, x, z))
     assert counts(manager, 4) == {"": 1}
+
+
+def test_a_graph_that_cannot_follow_is_looked_at_once_before_the_move(device: Device) -> None:
+    """A second look would run it when only a part of its memory has moved: a KV cache, whose free pages went first."""
+    device.attributes = KernelAttributes(cooperative=True)
+    manager = served(device, bucket_set("copy"))
+    new = {"w": aligned(4, WIDTH)}
+    prepare([manager], new)
+    looked = [captured.executable for captured in manager.captured.values()]
+    prepare([manager], new)
+    assert all(c.executable is one for c, one in zip(manager.captured.values(), looked, strict=True))
 
 
 def test_a_graph_that_cannot_follow_is_captured_anew_and_says_so(device: Device) -> None:
