@@ -1,9 +1,10 @@
 """A bucket's graph whose tensors may lie elsewhere at each launch: inputs, outputs, staging, state of the function.
 
 Capturing: the function is recorded until the pool has grown and two captures agree byte by byte; once more for each
-tensor, at another place; and last of all the graph that serves. Every one starts from the same free memory, since the
-results of all but the last are dropped, so temporaries fall on the same addresses. What does not come out provable is
-refused with its reason, and stays where it was captured; a bucket never fails for it.
+tensor, at another place; once more at home, to find bytes that nobody wrote; and last of all the graph that serves.
+Every one starts from the same free memory, since the results of all but the last are dropped, so temporaries fall on
+the same addresses. What does not come out provable is refused with its reason, and stays where it was captured; a
+bucket never fails for it.
 """
 
 from __future__ import annotations
@@ -108,10 +109,15 @@ class MovableGraph(CudaGraph):
                 with moved(first if name.startswith("state ") else None, second):
                     spare.append(self._record({name: second})[0])
                 seconds.append((name, first, second, Graph.of(spare[-1], self._driver)))
+            aliases = {name: tensor.detach() for name, tensor in self._inputs.items()}
+            spare.append(self._record(aliases)[0])
+            again = Graph.of(spare[-1], self._driver)
             graph, outputs = self._record({})
             try:
                 graph.instantiate()
-                self._prove(Graph.of(graph, self._driver), seconds)
+                serving = Graph.of(graph, self._driver)
+                serving.disregard(again)
+                self._prove(serving, seconds)
             except BaseException:
                 spare.append(graph)
                 raise

@@ -1,8 +1,9 @@
 """Where a graph holds a tensor's address, proved by two captures that differ in nothing but that tensor's place.
 
 Rules: a site is an aligned eight-byte word that was A+k and became B+k, where the tensor lay at A and then at B, with k
-inside the tensor. Every other difference refuses all tensors of the pair, and an encoding that is the driver's own is
-never edited. What is refused has a reason, so that it can be copied instead.
+inside the tensor. Every other difference refuses all tensors of the pair, unless captures that differ in no place have
+it, too (`Graph.disregard`); and an encoding that is the driver's own is never edited. What is refused has a reason, so
+that it can be copied instead.
 
 How to capture the pair: warm up; capture once and drop it, so that the pool has grown; capture with the tensor at A;
 capture with it at B, on the same stream and into the same pool, with results kept outside it. Then temporaries fall on
@@ -81,10 +82,11 @@ def prove(first: Graph, second: Graph, *moved: Moved) -> tuple[Proof, ...]:
         return tuple(Proof(each, refusal=refusal) for each in moved)
     sites: dict[str, list[Site]] = {each.name: [] for each in moved}
     for before, after in zip(first.nodes, second.nodes, strict=True):
-        changed = {offset for offset in range(0, len(before.block), 8) if _at(before, offset) != _at(after, offset)}
+        changed = before.differing(after)
         for name, site in _matched(before, after, changed, moved):
             changed.discard(site.offset)
             sites[name].append(site)
+        changed -= {offset for offset in changed if (before.index, offset) in first.unset}
         if changed:
             reason = _stray(before, after, min(changed))
             return tuple(Proof(each, refusal=reason) for each in moved)

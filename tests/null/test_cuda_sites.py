@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -242,6 +243,40 @@ def test_empty_and_event_nodes_hold_no_address(world: World) -> None:
 
 def test_refused_a_tensor_that_no_node_points_into(world: World) -> None:
     assert "no node holds its address" in one((world.capture(A), world.capture(A)), moved(first=C))
+
+
+@pytest.fixture
+def noisy(world: World) -> Callable[..., Graph]:
+    """Captures a kernel whose one struct holds an address and two more words."""
+    kernel = world.driver.load(Kernel("_functor", (24,)))
+
+    def capture(place: int, *other: int) -> Graph:
+        graph = world.driver.graph()
+        world.driver.kernel(graph, kernel, [struct.pack("<QQQ", place, *other)])
+        return world.kept(graph)
+
+    return capture
+
+
+def test_bytes_that_nobody_wrote_refuse_nothing(noisy: Callable[..., Graph]) -> None:
+    first, second = noisy(A, 5, 7), noisy(B, 6, 7)
+    assert "other bytes changed" in one((first, second))
+    first.disregard(noisy(A, 9, 7))
+    (proof,) = prove(first, second, moved())
+    assert proof.refusal is None and [site.offset for site in proof.sites] == [0]
+
+
+def test_another_capture_excuses_only_the_words_that_differ_in_it(noisy: Callable[..., Graph]) -> None:
+    first, second = noisy(A, 5, 7), noisy(B, 6, 8)
+    first.disregard(noisy(A, 9, 7))
+    assert "other bytes changed, at 16 from" in one((first, second))
+
+
+def test_an_unset_word_that_moved_with_the_tensor_is_a_site_still(noisy: Callable[..., Graph]) -> None:
+    first, second = noisy(A, A + 8, 7), noisy(B, B + 8, 7)
+    first.disregard(noisy(A, 3, 7))
+    (proof,) = prove(first, second, moved())
+    assert [site.offset for site in proof.sites] == [0, 8]
 
 
 def test_refused_a_pointer_that_stayed_behind(world: World) -> None:
