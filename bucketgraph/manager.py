@@ -139,6 +139,7 @@ class BucketManager:
 
     def warmup(self, on_progress: Callable[[Progress], None] | None = None) -> WarmupReport:
         """Warm, capture and check every bucket, largest first. A bucket that fails costs that bucket alone."""
+        self.fixed.clear()
         return warm_up([self], on_progress)
 
     def __call__(self, /, *, out: Mapping[str, Tensor] | Tensor | None = None, **inputs: Tensor) -> dict[str, Tensor]:
@@ -424,6 +425,9 @@ class BucketManager:
                 self._drop(new.bucket)
                 self._captured[new.bucket] = new
             self._contract = contract
+            if contract is not None:
+                self.family.contracts.add(contract)
+            self.family.changes += 1
             if self.spec.dispatch == "cheapest":
                 self._dispatch = Cheapest(self.lattice, self._prices())
 

@@ -48,19 +48,19 @@ class _Bindable:
             if (address + inside) % size:
                 return f"its address is not a multiple of {size} bytes" + (f", less {inside}" if inside else "")
         if own.holds(tensor):
-            return "it lies in memory of the graphs themselves, which a launch may overwrite"
+            return "it lies in memory of the graphs or of the function, which a launch may overwrite"
         return None
 
 
 class OwnMemory:
-    """What graphs of a family write on their own: private pools and the slots. Looked up anew after captures."""
+    """What launches of a family may write: private pools, slots, what the functions read. Looked up after changes."""
 
     def __init__(self, family: Family) -> None:
         self._family = ref(family)
         self._arenas: set[Region] = set()
         self._ends: list[int] = []
         self._starts: list[int] = []
-        self._seen: float | None = None
+        self._seen: int | None = None
 
     @classmethod
     def of(cls, family: Family, arena: Tensor) -> OwnMemory:
@@ -72,7 +72,7 @@ class OwnMemory:
 
     def holds(self, tensor: Tensor) -> bool:
         family = self._family()
-        if family is not None and self._seen != family.mib:
+        if family is not None and self._seen != family.changes:
             self._look(family)
         found = Region.of("", tensor)
         after = bisect_right(self._starts, found.end - 1)
@@ -83,9 +83,16 @@ class OwnMemory:
         segments = torch.cuda.memory_snapshot() if family.device.type == "cuda" else []
         pools = [s for s in segments if tuple(s["segment_pool_id"]) != (0, 0)]
         spans = [(s["address"], s["address"] + s["total_size"]) for s in pools]
-        spans = sorted([*spans, *((arena.address, arena.end) for arena in self._arenas)])
-        self._starts, self._ends = [start for start, _ in spans], [end for _, end in spans]
-        self._seen = family.mib
+        read = {Region.of(name, tensor) for each in family.contracts for name, tensor in each.tensors.items()}
+        spans += [(region.address, region.end) for region in self._arenas | read if region.size]
+        self._starts, self._ends = [], []
+        for start, end in sorted(spans):  # joined where they meet: views lie in each other
+            if self._ends and start <= self._ends[-1]:
+                self._ends[-1] = max(end, self._ends[-1])
+            else:
+                self._starts.append(start)
+                self._ends.append(end)
+        self._seen = family.changes
 
 
 _OWN: WeakKeyDictionary[Family, OwnMemory] = WeakKeyDictionary()

@@ -1,10 +1,9 @@
 """A bucket's graph whose tensors may lie elsewhere at each launch: inputs, outputs, staging, state of the function.
 
 Capturing: the function is recorded until the pool has grown and two captures agree byte by byte; once more for each
-tensor, at another place; once more at home, to find bytes that nobody wrote; and last of all the graph that serves.
-Every one starts from the same free memory, since the results of all but the last are dropped, so temporaries fall on
-the same addresses. What does not come out provable is refused with its reason, and stays where it was captured; a
-bucket never fails for it.
+tensor, at another place; and last of all the graph that serves. Every one starts from the same free memory, since the
+results of all but the last are dropped, so temporaries fall on the same addresses. What does not come out provable is
+refused with its reason, and stays where it was captured; a bucket never fails for it.
 """
 
 from __future__ import annotations
@@ -109,15 +108,10 @@ class MovableGraph(CudaGraph):
                 with moved(first if name.startswith("state ") else None, second):
                     spare.append(self._record({name: second})[0])
                 seconds.append((name, first, second, Graph.of(spare[-1], self._driver)))
-            aliases = {name: tensor.detach() for name, tensor in self._inputs.items()}
-            spare.append(self._record(aliases)[0])
-            again = Graph.of(spare[-1], self._driver)
             graph, outputs = self._record({})
             try:
                 graph.instantiate()
-                serving = Graph.of(graph, self._driver)
-                serving.disregard(again)
-                self._prove(serving, seconds)
+                self._prove(Graph.of(graph, self._driver), seconds)
             except BaseException:
                 spare.append(graph)
                 raise
@@ -269,6 +263,14 @@ class MovableGraph(CudaGraph):
             self._movable().rebind(name, self._homes[name])
             self._movable().refuse(name, reason)
         self.refusals[name] = reason
+
+    def doubt(self, name: str) -> str | None:
+        """As `Rebinder.doubt`."""
+        return self._movable().doubt(name)
+
+    def trust(self, name: str) -> None:
+        """As `Rebinder.trust`."""
+        self._movable().trust(name)
 
     def verify(self, name: str, third: Tensor, check: Check[Any]) -> str | None:
         """As `Rebinder.verify`."""

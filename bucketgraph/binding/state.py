@@ -58,6 +58,7 @@ def rebind(managers: Sequence[BucketManager], tensors: Mapping[str, Tensor]) -> 
         again: list[tuple[BucketManager, list[Bucket]]] = []
         for manager, contract, own in readers:
             contract.accept(held[name] for name in own)
+            manager.family.changes += 1
             stuck = [c.bucket for c in _graphs(manager) if not _follows(manager, c, own)]
             if stuck:
                 again.append((manager, stuck))
@@ -162,6 +163,7 @@ def _prepare(manager: BucketManager, captured: Captured, tensors: Mapping[str, t
         manager.fixed.setdefault(captured.bucket, {}).update(dict.fromkeys(tensors, f"{error}"))
         return
     captured.executable = made
+    manager.family.changes += 1
     graph.release()
     if manager.device.type == "cuda":
         taken = (free - torch.cuda.mem_get_info(manager.device)[0]) / 2**20
@@ -172,6 +174,8 @@ def _prepare(manager: BucketManager, captured: Captured, tensors: Mapping[str, t
         for name, (tensor, second) in tensors.items():
             if made.can_move(state(name)) and _can_set_aside(tensor):
                 _verify(manager, captured, name, second)
+            elif made.can_move(state(name)) and (doubt := made.doubt(state(name))) is not None:
+                made.refuse(state(name), f"{doubt}; there is too little memory to show that nothing depends on them")
 
 
 def _can_set_aside(tensor: Tensor) -> bool:

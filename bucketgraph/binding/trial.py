@@ -125,6 +125,7 @@ def _copies_in(manager: BucketManager, captured: Captured, fill: Callable[[], No
     binding = captured.binding
     assert binding is not None, "asked by `try_out`"
     graph, inputs = binding.graph, captured.inputs
+    graph.trust(STAGING)
     packed, staging = graph.recipe.packed, graph.recipe.staging
     assert packed is not None, "the graph copies them in"
 

@@ -6,7 +6,8 @@ types never leave this file. The driver copies arguments during the call, so buf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, get_args
 
 from bucketgraph.cuda.driver import (
@@ -135,9 +136,11 @@ class Bindings:
             int(got.dst), int(got.value), int(got.elementSize), int(got.width), int(got.height), int(got.pitch)
         )
 
-    def set_kernel_params(self, executable: int, node: int, params: KernelParams) -> None:
+    def kernel_setter(self, executable: int, node: int, params: KernelParams) -> Callable[[], None]:
         made = self._kernel_node(params)
-        self._call("cuGraphExecKernelNodeSetParams", self._executable(executable), self._node(node), made)
+        return partial(
+            self._call, "cuGraphExecKernelNodeSetParams", self._executable(executable), self._node(node), made
+        )
 
     def _kernel_node(self, params: KernelParams) -> Any:
         made = self._cuda.CUDA_KERNEL_NODE_PARAMS()

@@ -27,18 +27,13 @@ def keep(fn: Callable[[], object], stream: torch.cuda.Stream, pool: Any = None) 
 
 
 def alike(
-    *calls: Callable[[], object],
-    again: Callable[[], object] | None = None,
-    stream: torch.cuda.Stream | None = None,
-    driver: Driver | None = None,
+    *calls: Callable[[], object], stream: torch.cuda.Stream | None = None, driver: Driver | None = None
 ) -> list[Graph]:
     """Capture calls of one function that differ in where a tensor lies; the first graph is instantiated.
 
     Args:
         calls: each allocates the same, and keeps nothing that it allocated. Each graph after the first one proves the
             tensors that lie elsewhere in it: one at a time, unless they can only move together.
-        again: the first call once more, to find bytes that nobody wrote; better on aliases of its tensors, since such
-            bytes may be the addresses of Python's objects.
         stream: the side stream to run on; a new one if it does not matter.
 
     Raises:
@@ -53,12 +48,10 @@ def alike(
     torch.cuda.synchronize(stream.device)
     # The first capture grows the pool; the others then find the same free memory, and temporaries the same addresses.
     grown = _capture(calls[0], stream, pool)
-    captured = [_capture(call, stream, pool) for call in (*calls, again or calls[0])]
+    captured = [_capture(call, stream, pool) for call in calls]
     grown.reset()
     captured[0].instantiate()
-    first, *others, repeated = (Graph.of(each, driver) for each in captured)
-    first.disregard(repeated)
-    return [first, *others]
+    return [Graph.of(each, driver) for each in captured]
 
 
 def pair(
@@ -69,7 +62,7 @@ def pair(
     Args:
         first, second: equal in shape, strides and dtype; in contents, too, where the function looks at them.
     """
-    one, other = alike(partial(fn, first), partial(fn, second), again=partial(fn, first.detach()), stream=stream)
+    one, other = alike(partial(fn, first), partial(fn, second), stream=stream)
     return one, other
 
 

@@ -7,7 +7,7 @@ Only calls of a CUDA 13.0 driver are needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal, Protocol
@@ -130,8 +130,11 @@ class Driver(Protocol):
 
     def memset_params(self, node: int) -> MemsetParams: ...
 
-    def set_kernel_params(self, executable: int, node: int, params: KernelParams) -> None:
-        """For later launches of the executable (CUgraphExec). The arguments are copied before this returns."""
+    def kernel_setter(self, executable: int, node: int, params: KernelParams) -> Callable[[], None]:
+        """What gives a node these parameters, for later launches of the executable (CUgraphExec).
+
+        The arguments are read and copied by each call of it, and whatever it makes once is made here.
+        """
         ...
 
     def set_memcpy_params(self, executable: int, node: int, params: MemcpyParams) -> None:

@@ -33,8 +33,6 @@ class Graph:
         self.handle = handle
         self.driver = driver
         self.nodes: tuple[Node, ...] = read(driver, handle)
-        self.unset: frozenset[tuple[int, int]] = frozenset()
-        """(node, offset) of words that no two captures need agree in: what `disregard` found."""
         self._owner = owner
 
     @classmethod
@@ -54,16 +52,6 @@ class Graph:
             hint = "capture into torch.cuda.CUDAGraph(keep_graph=True)"
             raise CaptureError("there is no graph to look at", given=text, hint=hint) from error
         return cls(handle, driver, captured)
-
-    def disregard(self, again: Graph) -> None:
-        """Words that differ in another capture of the very same are bytes that nobody wrote, and prove nothing.
-
-        A functor of C++ is copied into a kernel's parameters with its padding: what the stack held. ATen's `relu` has
-        such bytes. Captures that differ in more than words say nothing here.
-        """
-        if len(again.nodes) == len(self.nodes):
-            kernels = [pair for pair in zip(self.nodes, again.nodes, strict=True) if pair[0].kind == "kernel"]
-            self.unset |= {(one.index, offset) for one, other in kernels for offset in one.differing(other)}
 
     def executable(self) -> int:
         """What replays launch (CUgraphExec), until torch instantiates anew. Raises CaptureError if there is none."""

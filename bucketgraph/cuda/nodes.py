@@ -68,12 +68,6 @@ class Node:
         """Why this node's addresses cannot be changed in an executable; None if they can."""
         return "it has no addresses that can be set"
 
-    def differing(self, other: Node) -> set[int]:
-        """Offsets of the words of this block that another node's does not have."""
-        return {
-            at for at in range(0, len(self.block), WORD) if self.block[at : at + WORD] != other.block[at : at + WORD]
-        }
-
     def parameter_at(self, offset: int) -> int | None:
         """Which parameter holds all eight bytes from `offset` on."""
         for number, parameter in enumerate(self.parameters):

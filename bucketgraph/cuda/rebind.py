@@ -39,6 +39,8 @@ class _Bound:
     proof: Proof
     address: int  # where the executable reads the tensor now
     verified: bool = False
+    writes: tuple[tuple[Shadow, int, int], ...] = ()  # the node, the offset in its block, bytes from the tensor's start
+    alignments: tuple[tuple[int, int, Site], ...] = ()  # an address divided by the first must leave the second
 
 
 class Rebinder:
@@ -74,7 +76,13 @@ class Rebinder:
         with self._lock:
             for proof in prove(self._graph, second, *moved):
                 refusal = proof.refusal or self._clash(proof.moved) or self._refused_by_driver(proof)
-                self._bound[proof.moved.name] = _Bound(replace(proof, refusal=refusal), proof.moved.first.address)
+                self._bound[proof.moved.name] = bound = _Bound(
+                    replace(proof, refusal=refusal), proof.moved.first.address
+                )
+                sites = proof.sites if refusal is None else ()
+                bound.writes = self._writes(sites)
+                rests = {(site.alignment, -site.inside % site.alignment): site for site in reversed(sites)}
+                bound.alignments = tuple((*key, site) for key, site in rests.items())
 
     def _clash(self, moved: Moved) -> str | None:
         for name, other in self._bound.items():
@@ -85,16 +93,32 @@ class Rebinder:
     def _refused_by_driver(self, proof: Proof) -> str | None:
         """Set every node of the proof to what it has already: what cannot be updated at all says so now."""
         for index in sorted({site.node for site in proof.sites}):
-            shadow = self._shadows.setdefault(index, Shadow(self._graph.nodes[index]))
             try:
-                shadow.set(self._driver, self._executable)
+                self._shadow(index).set()
             except DriverError as error:
                 return f"{described(self._graph.nodes[index])}: {error}"
         return None
 
+    def _shadow(self, index: int) -> Shadow:
+        if index not in self._shadows:
+            self._shadows[index] = Shadow(self._graph.nodes[index], self._driver, self._executable)
+        return self._shadows[index]
+
+    def _writes(self, sites: tuple[Site, ...]) -> tuple[tuple[Shadow, int, int], ...]:
+        return tuple((self._shadow(site.node), site.offset, site.inside) for site in sites)
+
     def refusal(self, name: str) -> str | None:
         """Why a tensor cannot be rebound; None if it can."""
         return self._named(name).proof.refusal
+
+    def doubt(self, name: str) -> str | None:
+        """Why a tensor can be rebound only after `verify` or `trust`; None if there is nothing to be shown any more."""
+        bound = self._named(name)
+        return None if bound.verified else bound.proof.doubt
+
+    def trust(self, name: str) -> None:
+        """The caller verifies a tensor in a way of its own, and refuses it if that fails."""
+        self._named(name).verified = True
 
     def refuse(self, name: str, reason: str) -> None:
         """A tensor is not to be rebound from now on, for a reason that no node shows."""
@@ -144,7 +168,12 @@ class Rebinder:
         with self._lock:
             bound = self._named(name)
             was = bound.address
-            reason = on_poison(check, lambda: self._apply({name: new}), lambda: self._apply({name: was}))
+            held, bound.verified = bound.verified, True
+            try:
+                reason = on_poison(check, lambda: self._apply({name: new}), lambda: self._apply({name: was}))
+            except BaseException:
+                bound.verified = held
+                raise
             bound.verified = reason is None
             if reason is not None:
                 bound.proof = replace(bound.proof, refusal=reason)
@@ -154,10 +183,12 @@ class Rebinder:
         """After torch instantiated the graph anew: take the new executable and set in it what was bound."""
         with self._lock:
             self._executable, self._broken = self._graph.executable(), None
-            now = {name: bound.address for name, bound in self._bound.items() if bound.proof.refusal is None}
-            self._shadows = {index: Shadow(self._graph.nodes[index]) for index in self._shadows}
+            kept = {name: bound for name, bound in self._bound.items() if bound.proof.refusal is None}
+            now = {n: each.address for n, each in kept.items() if each.address != each.proof.moved.first.address}
+            self._shadows.clear()
             for bound in self._bound.values():
                 bound.address = bound.proof.moved.first.address
+                bound.writes = self._writes(bound.proof.sites if bound.proof.refusal is None else ())
             self._apply(now)
 
     def explain(self) -> list[str]:
@@ -170,6 +201,8 @@ class Rebinder:
             count = len(bound.proof.sites)
             checked = "verified on poisoned memory" if bound.verified else "not verified"
             lines.append(f"{name}: {count} site{'s' * (count != 1)}, at 0x{bound.address:x}, {checked}")
+            if (doubt := self.doubt(name)) is not None:
+                lines.append(f"  to be verified before it moves: {doubt}")
             for site in bound.proof.sites:
                 node = described(self._graph.nodes[site.node])
                 where = f"parameter {site.parameter}, byte {site.offset} of its block"
@@ -192,7 +225,7 @@ class Rebinder:
         try:
             for shadow in self._written(moves):
                 done.append(shadow)
-                shadow.set(self._driver, self._executable)
+                shadow.set()
         except DriverError as error:
             self._take_back(done, {name: was[name] for name in moves})
             raise RebindError(f"cannot rebind {', '.join(moves)}", given=str(error)) from error
@@ -203,29 +236,32 @@ class Rebinder:
         self._written(was)
         try:
             for shadow in done:
-                shadow.set(self._driver, self._executable)
+                shadow.set()
         except DriverError as error:
             self._broken = str(error)
 
     def _written(self, addresses: Mapping[str, int]) -> list[Shadow]:
         """The shadows of the nodes that hold these tensors, with the addresses written into their bytes."""
-        changed: dict[int, Shadow] = {}
+        changed: dict[Shadow, None] = {}
         for name, address in addresses.items():
-            for site in self._bound[name].proof.sites:
-                shadow = changed.setdefault(site.node, self._shadows[site.node])
-                shadow.write(site.offset, address + site.inside)
-        return list(changed.values())
+            for shadow, offset, inside in self._bound[name].writes:
+                shadow.write(offset, address + inside)
+                changed[shadow] = None
+        return list(changed)
 
     def _checked(self, name: str, new: Tensor | int) -> int:
-        proof = self._bound[name].proof
+        bound = self._bound[name]
+        proof = bound.proof
         if proof.refusal is not None:
             raise RebindError(f"{name} cannot be rebound", given=proof.refusal)
+        if proof.doubt is not None and not bound.verified:
+            raise RebindError(f"{name} cannot be rebound before it is verified", given=proof.doubt)
         size = proof.moved.first.size
         region = Region.of(name, new) if isinstance(new, Tensor) else Region(name, new, size)
         if region.size != size:
             raise InputError(f"{name} has another size", given=f"{region.size} bytes", expected=f"{size} bytes")
-        for site in proof.sites:
-            if region.address <= 0 or (region.address + site.inside) % site.alignment:
+        for alignment, rest, site in bound.alignments:
+            if region.address <= 0 or region.address % alignment != rest:
                 node = described(self._graph.nodes[site.node])
                 raise RebindError(
                     f"{name} is not aligned for {node}",

@@ -1,9 +1,12 @@
 """Where a graph holds a tensor's address, proved by two captures that differ in nothing but that tensor's place.
 
 Rules: a site is an aligned eight-byte word that was A+k and became B+k, where the tensor lay at A and then at B, with k
-inside the tensor. Every other difference refuses all tensors of the pair, unless captures that differ in no place have
-it, too (`Graph.disregard`); and an encoding that is the driver's own is never edited. What is refused has a reason, so
-that it can be copied instead.
+inside the tensor. Every other difference refuses all tensors of the pair, and an encoding that is the driver's own is
+never edited. What is refused has a reason, so that it can be copied instead.
+
+One kind of difference is only a doubt: bytes of a struct in a kernel's parameters that changed and hold no address in
+any form. C++ copies a functor with its padding and its unused fields (ATen's reductions and `relu` have such), and
+those are what the stack held before. It stands until a run on poison has shown that nothing depends on them.
 
 How to capture the pair: warm up; capture once and drop it, so that the pool has grown; capture with the tensor at A;
 capture with it at B, on the same stream and into the same pool, with results kept outside it. Then temporaries fall on
@@ -20,10 +23,11 @@ from torch import Tensor
 
 from bucketgraph.cuda.graph import Graph
 from bucketgraph.cuda.memory import Region, word, words
-from bucketgraph.cuda.nodes import Node
+from bucketgraph.cuda.nodes import WORD, Node
 from bucketgraph.errors import InputError
 
 TENSOR_MAP = 128  # bytes of a CUtensorMap, which is aligned to 64
+_SCALARS = (2, 4, 8)  # bytes of parameters that have no padding
 _FORMLESS = ("empty", "event_record", "wait_event")  # hold no address of a tensor
 # Kernels are chosen by what their pointers are divisible by: Triton and ATen look at 16, cuBLAS is asked for up to 256.
 _VECTOR, _LIBRARY = 16, 256
@@ -68,6 +72,7 @@ class Proof:
     moved: Moved
     sites: tuple[Site, ...] = ()
     refusal: str | None = None
+    doubt: str | None = None  # what has to be shown harmless by a run on poison
 
 
 def prove(first: Graph, second: Graph, *moved: Moved) -> tuple[Proof, ...]:
@@ -81,16 +86,20 @@ def prove(first: Graph, second: Graph, *moved: Moved) -> tuple[Proof, ...]:
     if refusal is not None:
         return tuple(Proof(each, refusal=refusal) for each in moved)
     sites: dict[str, list[Site]] = {each.name: [] for each in moved}
+    doubt = None
     for before, after in zip(first.nodes, second.nodes, strict=True):
-        changed = before.differing(after)
+        changed = {offset for offset in range(0, len(before.block), 8) if _at(before, offset) != _at(after, offset)}
+        rest = [bytearray(node.block) for node in (before, after)]  # without what is a site
         for name, site in _matched(before, after, changed, moved):
             changed.discard(site.offset)
             sites[name].append(site)
-        changed -= {offset for offset in changed if (before.index, offset) in first.unset}
-        if changed:
-            reason = _stray(before, after, min(changed))
-            return tuple(Proof(each, refusal=reason) for each in moved)
-    return tuple(_judged(first, Proof(each, tuple(sites[each.name]))) for each in moved)
+            for block in rest:
+                block[site.offset : site.offset + WORD] = bytes(WORD)
+        for offset in sorted(changed):
+            if (refusal := _hidden(before, after, offset, moved, rest)) is not None:
+                return tuple(Proof(each, refusal=refusal) for each in moved)
+            doubt = doubt or _stray(before, after, offset)
+    return tuple(_judged(first, Proof(each, tuple(sites[each.name]), doubt=doubt)) for each in moved)
 
 
 def _overlap(moved: Sequence[Moved]) -> str | None:
@@ -147,13 +156,40 @@ def _is_tensor_map(node: Node, parameter: int) -> bool:
     return node.kind == "kernel" and found.size == TENSOR_MAP and found.offset % 64 == 0
 
 
-def _stray(before: Node, after: Node, offset: int) -> str:
-    holder = next((n for n, p in enumerate(before.parameters) if p.offset <= offset < p.offset + p.size), 0)
+def _hidden(before: Node, after: Node, offset: int, moved: Sequence[Moved], rest: Sequence[bytearray]) -> str | None:
+    """Why bytes that changed may be an address that cannot be edited; None if they look like nothing of the kind."""
+    holder = _holder(before, offset)
     where = f"{described(before)}, parameter {holder}"
+    if before.kind != "kernel" or before.parameters[holder].size in _SCALARS:
+        return _stray(before, after, offset)
     if _is_tensor_map(before, holder):
         return f"{where}: a TMA descriptor changed, which holds addresses in an encoding of the driver's"
+    for each in moved:
+        if any(_moves_along(rest, start, each) for start in range(max(offset - 7, 0), offset + 8)):
+            return f"{where}: bytes at {offset} changed as the address of {each.name} did, in another form"
+    return None
+
+
+def _moves_along(blocks: Sequence[bytearray], start: int, moved: Moved) -> bool:
+    """Whether eight or four bytes changed by what the address did, whole or in units of up to 4 KiB."""
+    for size in (8, 4):
+        was, now = (int.from_bytes(block[start : start + size], "little") for block in blocks)
+        if was != now and any(
+            (now - was - (moved.second.address >> unit) + (moved.first.address >> unit)) % (1 << 8 * size) == 0
+            for unit in range(13)
+        ):
+            return True
+    return False
+
+
+def _stray(before: Node, after: Node, offset: int) -> str:
+    where = f"{described(before)}, parameter {_holder(before, offset)}"
     was, now = _at(before, offset)[::-1].hex(), _at(after, offset)[::-1].hex()
     return f"{where}: other bytes changed, at {offset} from 0x{was} to 0x{now}, and no moved tensor explains them"
+
+
+def _holder(node: Node, offset: int) -> int:
+    return next((n for n, p in enumerate(node.parameters) if p.offset <= offset < p.offset + p.size), 0)
 
 
 def _judged(graph: Graph, proof: Proof) -> Proof:

@@ -7,12 +7,14 @@ and an event orders the GPU: the next replay waits until the last one's outputs 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from bucketgraph.contract import Contract
 from bucketgraph.errors import DeviceError
 from bucketgraph.executables.pool import Pool
 
@@ -31,6 +33,8 @@ class Family:
         self.lock = threading.RLock()
         self.broken: str | None = None  # the sticky CUDA error that ended the context
         self.mib = 0.0  # device memory that captures took so far
+        self.changes = 0  # how often graphs were captured or what they read moved
+        self.contracts = weakref.WeakSet[Contract]()  # what their functions read
         self._compiled: dict[int, tuple[object, Any]] = {}
         self._read: torch.cuda.Event | None = None  # when the last outputs were read
         self._read_on: int | None = None  # the stream they were read on

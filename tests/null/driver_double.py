@@ -1,6 +1,6 @@
 """A CUDA driver without a GPU: graphs, nodes, parameter bytes in real host memory, executables, and memory they act on.
 
-It copies arguments during `set_kernel_params`, by the kernel's own layout, as a driver does; refuses nodes of other
+It copies arguments during an update, by the kernel's own layout, as a driver does; refuses nodes of other
 graphs, another context and whatever `refuse` says; and a launch runs the kernels, so that results show which bytes an
 executable really holds. `Graph` objects of `Captured` stand for torch's.
 """
@@ -11,6 +11,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -192,7 +193,10 @@ class DriverDouble:
     def memset_params(self, node: int) -> MemsetParams:
         return self._of("cuGraphMemsetNodeGetParams", node, "memset").params
 
-    def set_kernel_params(self, executable: int, node: int, params: KernelParams) -> None:
+    def kernel_setter(self, executable: int, node: int, params: KernelParams) -> Callable[[], None]:
+        return partial(self._set_kernel, executable, node, params)
+
+    def _set_kernel(self, executable: int, node: int, params: KernelParams) -> None:
         data = self._update("cuGraphExecKernelNodeSetParams", executable, node, "kernel")
         if params.context != data.params.context or 0 in params.grid + params.block:
             raise DriverError("cuGraphExecKernelNodeSetParams", INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE")

@@ -52,7 +52,7 @@ class Model(nn.Module):
     def __init__(self, device: Device) -> None:
         super().__init__()
         self.device = device
-        self.w = nn.Parameter(torch.randn(4, WIDTH))
+        self.w = nn.Parameter(aligned(4, WIDTH))
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         between, y = self.device.empty(*x.shape), self.device.empty(*x.shape)
@@ -134,6 +134,9 @@ def test_what_cannot_be_bound_at_a_call_is_copied_and_counted(device: Device, ma
     assert any(line.strip() == f"2 calls: {reason}" for line in manager.explain()), manager.explain()
 
 
+OVERWRITTEN = "it lies in memory of the graphs or of the function, which a launch may overwrite"
+
+
 def test_memory_that_a_launch_overwrites_is_copied(device: Device) -> None:
     """A slot as an input: bound, the graph would read what this call fills it with."""
     manager = served(device)
@@ -141,9 +144,25 @@ def test_memory_that_a_launch_overwrites_is_copied(device: Device) -> None:
     x, z = captured.inputs.views["z"], torch.randn(4, WIDTH)
     want = right(manager, x.clone(), z)
     assert torch.equal(manager(x=x, z=z)["y"], want)
-    assert counts(manager, 4) == {"it lies in memory of the graphs themselves, which a launch may overwrite": 1}
+    assert counts(manager, 4) == {OVERWRITTEN: 1}
     own = OwnMemory.of(manager.family, captured.inputs.arena_bytes)
     assert own.holds(captured.inputs.arena_bytes[3:9]) and not own.holds(torch.zeros(4))
+
+
+def test_an_input_in_the_functions_own_state_is_copied(device: Device) -> None:
+    """A copied input is read before the launch; bound, it would be read while the function writes."""
+    manager = served(device)
+    x = manager.fn.w.detach()  # type: ignore[union-attr]
+    z = torch.randn(4, WIDTH)
+    assert torch.equal(manager(x=x, z=z)["y"], right(manager, x, z))
+    assert counts(manager, 4) == {OVERWRITTEN: 1}
+    bound = aligned(4, WIDTH)
+    manager(x=bound, z=z)
+    assert counts(manager, 4) == {OVERWRITTEN: 1, "": 1}
+    manager.rebind({"w": bound})
+    for now in (bound, x):
+        assert torch.equal(manager(x=now, z=z)["y"], right(manager, now, z))
+    assert counts(manager, 4) == {OVERWRITTEN: 1, "": 1}, "counted anew: the memory that w left is the caller's"
 
 
 def test_a_copied_call_after_a_bound_one_does_not_read_the_bound_memory(device: Device) -> None:

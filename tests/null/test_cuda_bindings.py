@@ -157,7 +157,7 @@ def test_updates_send_every_field() -> None:
         cuCtxGetCurrent=lambda: (0, 3),
         cuGraphLaunch=lambda *args: (sent.extend(args), (0,))[1],
     )
-    driver.set_kernel_params(1, 2, KernelParams(3, 4, 5, (6, 7, 8), (9, 10, 11), 12, 13))
+    driver.kernel_setter(1, 2, KernelParams(3, 4, 5, (6, 7, 8), (9, 10, 11), 12, 13))()
     assert sent[:2] == [1, 2]
     made = sent[2]
     assert (made.func, made.kern, made.ctx, made.sharedMemBytes, made.kernelParams) == (3, 4, 5, 12, 13)

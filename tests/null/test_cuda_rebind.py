@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -199,6 +200,45 @@ def test_a_new_executable_gets_what_was_bound(world: World) -> None:
     made.renew()
     made.launch({}, 0)
     assert world.get(OUT) == right(world, C) and made.address("x") == C
+
+
+def doubtful(world: World) -> Rebinder:
+    """Of a kernel whose struct has padding that differs between the captures."""
+    kernel = world.driver.load(Kernel("_functor", (24,)))
+    graphs = []
+    for place, padding in ((A, 5), (B, 77)):
+        graph = world.driver.graph()
+        world.driver.kernel(graph, kernel, [struct.pack("<QQQ", place, 1, padding)])
+        graphs.append(world.kept(graph))
+    return Rebinder(graphs[0], graphs[1], moved())
+
+
+def test_a_doubtful_tensor_moves_only_after_it_was_verified(world: World) -> None:
+    made = doubtful(world)
+    assert made.refusal("x") is None and "other bytes changed, at 16" in str(made.doubt("x"))
+    assert any("to be verified before it moves" in line for line in made.explain())
+    with pytest.raises(RebindError, match="x cannot be rebound before it is verified: given node 0"):
+        made.rebind("x", C)
+    made.renew()
+
+    def check(right: bool) -> Check[int]:
+        return Check(lambda: 0, lambda: None, lambda: 0, lambda one, other: right)
+
+    assert made.verify("x", C, check(True)) is None and made.doubt("x") is None
+    made.rebind("x", C)
+    made.rebind("x", A)
+    assert "other results" in str(made.verify("x", C, check(False)))
+    with pytest.raises(RebindError, match="other results"):
+        made.rebind("x", C)
+
+
+def test_a_check_that_raises_leaves_the_doubt(world: World) -> None:
+    made = doubtful(world)
+    with pytest.raises(ZeroDivisionError):
+        made.verify("x", C, Check(lambda: 1 // 0, lambda: None, lambda: 0, lambda one, other: True))
+    assert made.doubt("x") is not None
+    made.trust("x")
+    made.rebind("x", C)
 
 
 def test_a_graph_without_an_executable_cannot_be_rebound(world: World) -> None:
