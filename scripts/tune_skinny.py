@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times the tiles of the small-batch decode matmuls and compares the best with `skinny_tile`'s choice and with cuBLAS.
+"""Times the tiles of the small-batch decode matmuls and compares the best with what the model uses and with cuBLAS.
 
     scripts/tune_skinny.py [--shapes llama-3.2-1b,qwen3-0.6b] [--rows 1,2,4,8,16] [--seconds 90] [--json FILE]
 
@@ -34,7 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from bucketgraph.kernels import pdl, reference, skinny
+from bucketgraph.kernels import pdl, reference, skinny, streamed
 from bucketgraph.kernels.skinny import Tile
 from bucketgraph.llm.presets import PRESETS
 
@@ -81,8 +81,12 @@ class Op:
     def nbytes(self) -> int:
         return math.prod(self.weight_shape) * DTYPE.itemsize
 
-    def heuristic(self) -> Tile:
-        return skinny.skinny_tile(self.rows, self.columns, self.width, DTYPE, self.gated)
+    def heuristics(self) -> list[Tile]:
+        """What the model would run: by `skinny_tile`, and streamed where it is an alternative."""
+        found = [skinny.skinny_tile(self.rows, self.columns, self.width, DTYPE, self.gated)]
+        if 1 < self.rows <= streamed.MAX_ROWS and streamed.compiles():
+            found.append((*streamed.streamed_tile(self.rows, self.columns, self.width, self.gated), -1))
+        return found
 
     def call(self, x: Tensor, gain: Tensor, weight: Tensor, out: Tensor, tile: Tile | None, chain: bool) -> Tensor:
         """The op through its wrapper, or with a float64 `x` through its twin."""
@@ -115,8 +119,8 @@ def ops(shapes: list[str], rows: list[int]) -> Iterator[Op]:
 
 
 def candidates(op: Op) -> list[Tile]:
-    """The heuristic's tile first; whole rows with 32 to 256 weights a thread, and the loop's tiles from two rows on."""
-    found = [op.heuristic()]
+    """The heuristic's tiles first; whole rows with 32 to 256 weights a thread, the loop's and the streamed from two on."""
+    found = op.heuristics()
     block_k = max(triton.next_power_of_2(op.width), 128)
     for block_n, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16)):
         a_thread = block_n * block_k * (1 + op.gated) / (32 * warps)
@@ -125,6 +129,11 @@ def candidates(op: Op) -> list[Tile]:
             found.append((block_n, block_k, warps, 0))
     if op.rows > 1:
         found += [t for t in DOT_TILES if op.columns >= 33 * t[0] and t[1] <= block_k]
+    if 1 < op.rows <= streamed.MAX_ROWS and streamed.compiles():
+        for columns, slice_size, warps in itertools.product((16, 32, 64), (64, 128, 256, 512), (4, 8)):
+            a_thread = columns * slice_size * (1 + op.gated) // 64  # registers
+            if 32 <= a_thread <= 128 and slice_size * warps < 2 * op.width and op.columns >= 64 * columns:
+                found.append((columns, slice_size, warps, -1))
     return list(dict.fromkeys(found))
 
 
@@ -237,8 +246,7 @@ def tune(op: Op, weights: Tensor, deadline: float) -> dict[str, Any]:
         "rows": op.rows,
         "best": best,
         "best_tbs": rate(timed.get(best)) if best else None,
-        "heuristic": op.heuristic(),
-        "heuristic_tbs": rate(timed.get(op.heuristic())),
+        "heuristics": [[tile, rate(timed.get(tile))] for tile in op.heuristics()],
         "cublas_tbs": rate(library),
         "all": {str(t): rate(s) for t, s in sorted(timed.items(), key=lambda item: item[1])},
         "failed": failed,
@@ -261,8 +269,7 @@ def main() -> int:
         return 1
     torch.manual_seed(0)
     table = []
-    print(f"{'shape':<14}{'op':<9}{'[N, K]':<16}{'B':>3}  {'best':<20}{'TB/s':>6}  {'heuristic':<20}", end="")
-    print(f"{'TB/s':>6}{'cuBLAS':>8}")
+    print(f"{'shape':<14}{'op':<9}{'[N, K]':<16}{'B':>3}  {'best':<20}{'TB/s':>6}{'cuBLAS':>8}  chosen")
     for _, group in itertools.groupby(todo, key=lambda op: (op.shape, op.name)):
         same = list(group)
         copies = min(max(math.ceil(STREAMED / same[0].nbytes), 1), MAX_COPIES)
@@ -271,10 +278,10 @@ def main() -> int:
             row = tune(op, weights, begin + args.seconds)
             table.append(row)
             size = str([op.weight_shape[0], op.width])
+            chosen = ", ".join(f"{tile} {tbs or 0:.2f}" for tile, tbs in row["heuristics"])
             print(
-                f"{op.shape:<14}{op.name:<9}{size:<16}{op.rows:>3}  {row['best']!s:<20}{row['best_tbs'] or 0:>6.2f}  "
-                f"{row['heuristic']!s:<20}{row['heuristic_tbs'] or 0:>6.2f}{row['cublas_tbs']:>8.2f}"
-                + (f"  FAILED {row['failed']}" if row["failed"] else ""),
+                f"{op.shape:<14}{op.name:<9}{size:<16}{op.rows:>3}  {row['best']!s:<20}{row['best_tbs'] or 0:>6.2f}"
+                f"{row['cublas_tbs']:>8.2f}  {chosen}" + (f"  FAILED {row['failed']}" if row["failed"] else ""),
                 flush=True,
             )
         del weights

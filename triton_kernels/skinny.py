@@ -204,14 +204,14 @@ def _skinny(
 ) -> Tensor:
     (rows, width), columns = x.shape, y.shape[1]
     if tile is None and form == "streamed":
-        tile = streamed.COLUMNS, *streamed.streamed_tile(rows, columns, width, gated), -1
+        tile = *streamed.streamed_tile(rows, columns, width, gated), -1
     block_n, block_k, warps, stages = tile or skinny_tile(rows, columns, width, x.dtype, gated)
     if stages < 0:
         checks.require(
             x.dtype == torch.bfloat16 and rows <= streamed.MAX_ROWS and streamed.compiles(),
             f"streamed: given {rows} rows of {x.dtype}, expected up to {streamed.MAX_ROWS} of bfloat16, and Gluon",
         )
-        return streamed.launch(x, norm, weight, bias, residual, y, eps, gated, pdl, (block_k, warps))
+        return streamed.launch(x, norm, weight, bias, residual, y, eps, gated, pdl, (block_n, block_k, warps))
     grid = (triton.cdiv(columns, block_n),)
     flags: dict[str, Any] = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated}
     shape: dict[str, Any] = {"N": columns, "K": width, "BN": block_n, "BK": block_k}

@@ -60,6 +60,7 @@ if gluon is not None:
         eps,
         N: gl.constexpr,
         K: gl.constexpr,
+        COLUMNS: gl.constexpr,  # weight rows of a program, a multiple of 16
         SLICE: gl.constexpr,  # of K: a warp's in one stretch
         WARPS: gl.constexpr,
         STRETCHES: gl.constexpr,
@@ -74,14 +75,14 @@ if gluon is not None:
         dtype: gl.constexpr = y.dtype.element_ty
         STEP: gl.constexpr = WARPS * SLICE
         MASKED: gl.constexpr = STRETCHES * STEP != K
-        # [warps, 16, ROWS]: each warp multiplies a slice of K of its own.
+        # [warps, COLUMNS, ROWS]: each warp multiplies a slice of K of its own.
         mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-        of_w: gl.constexpr = gl.DotOperandLayout(0, mma, k_width=8)  # [warps, 16, SLICE]
+        of_w: gl.constexpr = gl.DotOperandLayout(0, mma, k_width=8)  # [warps, COLUMNS, SLICE]
         of_x: gl.constexpr = gl.DotOperandLayout(1, mma, k_width=8)  # [warps, SLICE, ROWS]
         of_norm: gl.constexpr = gl.SliceLayout(2, of_x)  # [warps, SLICE]
 
         warp_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, of_w)))
-        col_w = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, of_w)))
+        col_w = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(2, of_w)))
         k_w = gl.arange(0, SLICE, layout=gl.SliceLayout(0, gl.SliceLayout(1, of_w)))
         k_w = gl.expand_dims(gl.expand_dims(warp_w, 1), 2) * SLICE + gl.expand_dims(gl.expand_dims(k_w, 0), 1)
         warp_x = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, of_x)))
@@ -93,7 +94,7 @@ if gluon is not None:
         k_g = gl.arange(0, SLICE, layout=gl.SliceLayout(0, of_norm))
         k_g = gl.expand_dims(warp_g, 1) * SLICE + gl.expand_dims(k_g, 0)
 
-        first = gl.program_id(0) * 16
+        first = gl.program_id(0) * COLUMNS
         column = gl.minimum(first + gl.expand_dims(gl.expand_dims(col_w, 0), 2), N - 1)
         w_tile = weight + column.to(gl.int64) * K + k_w
         x_tile = x + row_x * K + k_x
@@ -104,8 +105,8 @@ if gluon is not None:
             g = _stretch(norm + k_g, k_g, K, MASKED)
         _griddep("wait", PDL)
 
-        acc = gl.zeros([WARPS, 16, ROWS], gl.float32, layout=mma)
-        up = gl.zeros([WARPS, 16, ROWS], gl.float32, layout=mma)
+        acc = gl.zeros([WARPS, COLUMNS, ROWS], gl.float32, layout=mma)
+        up = gl.zeros([WARPS, COLUMNS, ROWS], gl.float32, layout=mma)
         squares = gl.zeros([WARPS, ROWS], gl.float32, layout=gl.SliceLayout(1, of_x))
         for stretch in gl.static_range(STRETCHES):
             at = stretch * STEP
@@ -134,7 +135,7 @@ if gluon is not None:
                 if NORM:
                     g = g_next
 
-        result: gl.constexpr = gl.SliceLayout(0, mma)  # [16, ROWS]
+        result: gl.constexpr = gl.SliceLayout(0, mma)  # [COLUMNS, ROWS]
         out = gl.sum(acc, 0)
         if NORM:
             inverse = gl.rsqrt(gl.sum(squares, 0) / K + eps)
@@ -145,7 +146,7 @@ if gluon is not None:
             if NORM:
                 other = other * inverse
             out = _silu_times(out, other, dtype)
-        col = first + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, result)), 1)
+        col = first + gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, result)), 1)
         row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, result)), 0)
         if BIAS:
             out = out + gl.load(bias + col, mask=col < N, other=0.0).to(gl.float32)
@@ -168,8 +169,8 @@ def available() -> bool:
     return compiles() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
-def streamed_tile(rows: int, columns: int, width: int, gated: bool) -> tuple[int, int]:
-    """(SLICE, warps): what a program has in flight, 32 to 128 KiB of weights by how many programs there are.
+def streamed_tile(rows: int, columns: int, width: int, gated: bool) -> tuple[int, int, int]:
+    """(COLUMNS, SLICE, warps): what a program has in flight, 32 to 128 KiB of weights by how many programs there are.
 
     Fitted to `scripts/tune_skinny.py` on an H200 at 8 rows, Llama-3.2-1B and Llama-3.1-8B. A warp's registers hold 16
     KiB of one matrix; half as much of two, or with 8 rows more.
@@ -180,7 +181,7 @@ def streamed_tile(rows: int, columns: int, width: int, gated: bool) -> tuple[int
     warps = min(max(triton.next_power_of_2(share // a_warp + 1) // 2, 2**15 // a_warp), 8)
     while warps > 1 and slice_size * warps >= 2 * width:
         warps //= 2
-    return min(slice_size, max(triton.next_power_of_2(triton.cdiv(width, warps)), 32)), warps
+    return COLUMNS, min(slice_size, max(triton.next_power_of_2(triton.cdiv(width, warps)), 32)), warps
 
 
 def launch(
@@ -193,14 +194,14 @@ def launch(
     eps: float,
     gated: bool,
     pdl: bool,
-    tile: tuple[int, int] | None = None,
+    tile: tuple[int, int, int] | None = None,
 ) -> Tensor:
     """The kernel on checked arguments, as `skinny.py` has them; `y [rows, N]`, rows to 16, bfloat16."""
     (rows, width), columns = x.shape, y.shape[1]
-    slice_size, warps = tile or streamed_tile(rows, columns, width, gated)
+    program, slice_size, warps = tile or streamed_tile(rows, columns, width, gated)
     chain.launch(
         _streamed,
-        (triton.cdiv(columns, COLUMNS),),
+        (triton.cdiv(columns, program),),
         x,
         weight if norm is None else norm,
         weight,
@@ -211,6 +212,7 @@ def launch(
         eps,
         N=columns,
         K=width,
+        COLUMNS=program,
         SLICE=slice_size,
         WARPS=warps,
         STRETCHES=triton.cdiv(width, slice_size * warps),
