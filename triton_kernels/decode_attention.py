@@ -242,13 +242,13 @@ def _merge(
     tl.store(out + head[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
-def decode_tile(dtype: torch.dtype, padded_dim: int) -> int:
-    """Positions of a tile: a function of dtype and head dimension alone, so that bits do not move with the bucket."""
-    return 32 if dtype == torch.float32 else 128 if padded_dim <= 128 else 16
+def decode_tile(
+    programs: int, dtype: torch.dtype, padded_dim: int, even: bool, device: torch.device
+) -> tuple[int, int, int]:
+    """(positions of a tile, warps, stages: how many tiles of K and V are in flight or in use).
 
-
-def decode_stages(rows: int, head_blocks: int, dtype: torch.dtype, padded_dim: int, device: torch.device) -> int:
-    """How many tiles of K and V a program has in flight or in use.
+    `programs`: rows times blocks of heads. `even`: tiles that are a function of dtype and head dimension alone, so that
+    bits do not move with the bucket; stages and warps do not change them.
 
     Few rows have many splits of few tiles: there a small footprint in shared memory wins, since programs start earlier
     beside those of the matmul before them. Many rows run through their tiles one after the other and want depth (H200,
@@ -256,13 +256,15 @@ def decode_stages(rows: int, head_blocks: int, dtype: torch.dtype, padded_dim: i
     147.7 us a layer with 1, 2 and 3, at 2,048 positions 164, 161 and 159).
     """
     if dtype == torch.float32:
-        return 2
-    programs = rows * head_blocks
-    if padded_dim <= 64:
-        return 1 if 2 * programs <= FEW else 3
-    if padded_dim <= 128:
-        return 1 if 2 * programs <= FEW or not _roomy(device) else 2 if programs <= FEW else 3
-    return 3
+        return 32, 8, 2  # in 4 warps it spills at head dimension 128
+    if padded_dim > 128:
+        return 16, 4, 3
+    few = 2 * programs <= FEW
+    if padded_dim <= 64 or not few:
+        stages = 1 if few else 3 if padded_dim <= 64 else 1 if not _roomy(device) else 2 if programs <= FEW else 3
+    else:
+        stages = 1
+    return 128, 4, stages
 
 
 @functools.cache
@@ -330,10 +332,10 @@ def decode_attention(
         checks.vector("k_norm", k_norm, dim, qkv.dtype)
     checks.require(split_size % 64 == 0 and split_size >= 0, f"split_size {split_size}: expected a multiple of 64")
     group = checks.group(num_heads, kv_heads)
-    block_n = decode_tile(qkv.dtype, padded)
-    capacity = block_tables.shape[1] * page_size
     block_m = min(max(triton.next_power_of_2(group), 16), 64)
     head_blocks = kv_heads * triton.cdiv(group, block_m)
+    block_n, warps, stages = decode_tile(rows * head_blocks, qkv.dtype, padded, split_size > 0, qkv.device)
+    capacity = block_tables.shape[1] * page_size
     splits = num_splits or decode_splits(rows, head_blocks, capacity, block_n)
     if split_size > 0:
         splits = triton.cdiv(capacity, split_size)
@@ -380,13 +382,13 @@ def decode_attention(
         PAGE=page_size,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        STAGES=decode_stages(rows, head_blocks, qkv.dtype, padded, qkv.device),
+        STAGES=stages,
         SPLIT=splits > 1,
         MEMBERS=members,
         MERGED=min(max((8192 if members <= 4 else 4096) // (members * padded), 1), 16),
         NORM=q_norm is not None,
         pdl=pdl,
         lean=rows * head_blocks <= FEW,
-        num_warps=8 if qkv.dtype == torch.float32 else 4,  # float32 in 4 warps spills at head dimension 128
+        num_warps=warps,
     )
     return out

@@ -211,9 +211,11 @@ def _is_known(manager: BucketManager, captured: Captured, names: Sequence[str]) 
 
 def _follows(manager: BucketManager, captured: Captured, names: Sequence[str]) -> bool:
     """Point a graph at where these are now; False, counted with the reason, if it must be captured anew."""
-    graph, fixed = captured.executable, manager.fixed.setdefault(captured.bucket, {})
+    graph, fixed = captured.executable, dict(manager.fixed.get(captured.bucket, {}))
     if isinstance(graph, MovableGraph):
         fixed |= {n: graph.refusals.get(state(n), "it has no place") for n in names if not graph.can_move(state(n))}
+    if fixed:
+        manager.fixed[captured.bucket] = fixed
     reason = next((f"{name}: {fixed[name]}" for name in names if name in fixed), None)
     if reason is None and isinstance(graph, MovableGraph):
         try:
