@@ -119,7 +119,7 @@ def ops(shapes: list[str], rows: list[int]) -> Iterator[Op]:
 
 
 def candidates(op: Op) -> list[Tile]:
-    """In use first; whole rows with 32 to 256 weights a thread; from two rows on the loop's tiles, and streamed ones."""
+    """In use first; whole rows with 32 to 256 weights a thread; from two rows on the loop's tiles and streamed ones."""
     found = op.heuristics()
     block_k = max(triton.next_power_of_2(op.width), 128)
     for block_n, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16)):

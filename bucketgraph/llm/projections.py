@@ -111,9 +111,10 @@ def mixes(fused: Projection, library: Projection) -> dict[str, Projections]:
 
 
 def streamed_mixes(streamed: Projection, fused: Projection, library: Projection) -> dict[str, Projections]:
-    """The same with the streaming kernels, for up to `STREAMED_ROWS`."""
+    """The same with the streaming kernels, for up to `STREAMED_ROWS`; the head is faster fused."""
     return {
-        "streamed": Projections.all(streamed),
-        "streamed, fused head": Projections(streamed, streamed, streamed, streamed, fused),
+        "streamed": Projections(streamed, streamed, streamed, streamed, fused),
+        "streamed, fused gate_up": Projections(streamed, streamed, fused, streamed, fused),
+        "streamed, fused gate_up, library qkv": Projections(library, streamed, fused, streamed, fused),
         "streamed, library gate_up": Projections(streamed, streamed, library, streamed, fused),
     }
