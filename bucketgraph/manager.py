@@ -11,16 +11,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from bucketgraph import binding, executables, monitor
-from bucketgraph.buckets import Bucket, Lattice, Plan
+from bucketgraph.buckets import MAX_PLANS, Bucket, Lattice, Plan
 from bucketgraph.config import BucketSet, Memory, PhaseSpec, Warmup, load
 from bucketgraph.contract import Contract
 from bucketgraph.dispatch import Cheapest, Prices
@@ -121,13 +121,17 @@ class BucketManager:
         self.slots = tuple(Slot.from_spec(name, item) for name, item in spec.inputs.items())
         self._check_inputs = InputCheck(self.slots, self.device)
         self._order = {axis: position for position, axis in enumerate(self.lattice.names)}
-        self._ranges = [_Range(name, self.device) for name in ("fill", "replay", "read")]
+        # Stretches of host time for profilers; nothing without a GPU.
+        ranges = self.device.type == "cuda"
+        self._push: Callable[[str], object] = torch.cuda.nvtx.range_push if ranges else lambda name: None
+        self._pop: Callable[[], object] = torch.cuda.nvtx.range_pop if ranges else lambda: None
         self._example = example
         self._variants = variants
         self.around_step = around_step
         self._outputs = Outputs(spec.outputs, spec.outputs_are)
         self._arena: Arena | None = None
         self._captured: dict[Bucket, Captured] = {}
+        self._named: dict[tuple[int, ...], dict[str, int]] = {}  # sizes of calls by axis
         self._recorder = Recorder(self.name, spec)
         self._contract: Contract | None = None  # of what is captured; None where nothing is bound to addresses
         self._state_tensors = state
@@ -260,13 +264,17 @@ class BucketManager:
     ) -> dict[str, Tensor]:
         with self.family.turn():
             self._require_warm()  # once more: it may have been released while this call waited
-            self._refuse_any([plan])
+            if plan.kind == "refuse":
+                self._refuse(plan)
             self._recorder.asked(plan.sizes)
+            run = self._run_parts if plan.parts else self._run_whole
             try:
                 self._require_fresh()
-                with self._watched():
-                    run = self._run_parts if plan.parts else self._run_whole
+                if self.quiet == "count":
                     result, outcome, code, reason = run(plan, inputs, keep, out)
+                else:
+                    with self._watched():
+                        result, outcome, code, reason = run(plan, inputs, keep, out)
             except Exception as error:
                 self._recorder.call("raised")
                 self.family.examine(error)
@@ -277,17 +285,20 @@ class BucketManager:
     def _refuse_any(self, plans: Sequence[Plan]) -> None:
         for plan in plans:
             if plan.kind == "refuse":
-                with self.family.lock:
-                    self._recorder.asked(plan.sizes)
-                    self._recorder.call("refused", plan.code, plan.reason)
-                what = "a larger bucket" if self.spec.overflow == "split" else "a larger bucket, or set overflow: eager"
-                raise NoBucketError(plan.reason or "no bucket", hint=f"add {what}")
+                self._refuse(plan)
+
+    def _refuse(self, plan: Plan) -> NoReturn:
+        with self.family.lock:
+            self._recorder.asked(plan.sizes)
+            self._recorder.call("refused", plan.code, plan.reason)
+        what = "a larger bucket" if self.spec.overflow == "split" else "a larger bucket, or set overflow: eager"
+        raise NoBucketError(plan.reason or "no bucket", hint=f"add {what}")
 
     def _run_whole(
         self, plan: Plan, inputs: Mapping[str, Tensor], keep: bool, out: Mapping[str, Tensor] | None = None
     ) -> _Ended:
         captured = self._ready(plan.bucket) if plan.bucket is not None else None
-        sizes = self._named(plan.sizes)
+        sizes = self._by_axis(plan.sizes)
         if captured is not None and captured.error is None:
             result = self.replay(captured, inputs, sizes, keep=keep, out=out)
             self._recorder.hit(plan)
@@ -322,18 +333,22 @@ class BucketManager:
         out: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Fill, replay and read one bucket. The family's turn must be held. `keep` as in `Outputs.read`."""
-        fill, replay, read = self._ranges
-        if captured.binding is not None:
-            with replay:
-                raw, written = captured.binding.run(inputs, out or {})
-            with read:
-                return self._outputs.read(self._outputs.select(raw), sizes, keep=keep, into=out, written=written)
-        with fill:
-            captured.inputs.fill(inputs)
-        with replay:
-            raw = captured.executable.replay()
-        with read:
-            return self._outputs.read(self._outputs.select(raw), sizes, keep=keep, into=out)
+        push, pop, bound = self._push, self._pop, captured.binding
+        written: Collection[str] = ()
+        push("bucketgraph.fill" if bound is None else "bucketgraph.replay")
+        try:
+            if bound is None:
+                captured.inputs.fill(inputs)
+                pop()
+                push("bucketgraph.replay")
+                raw = captured.executable.replay()
+            else:
+                raw, written = bound.run(inputs, out or {})
+            pop()
+            push("bucketgraph.read")
+            return self._outputs.read(self._outputs.select(raw), sizes, keep=keep, into=out, written=written)
+        finally:
+            pop()
 
     def run_unpadded(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The function itself, eagerly, on exactly these inputs."""
@@ -451,17 +466,24 @@ class BucketManager:
             self.family.mib -= captured.mib
 
     def _ready(self, bucket: Bucket) -> Captured:
-        if bucket not in self._captured:  # a lazy set: captured by its first call
+        captured = self._captured.get(bucket)
+        if captured is None:  # a lazy set: captured by its first call
             warm_up([self], None, [bucket])
-        return self._captured[bucket]
+            captured = self._captured[bucket]
+        return captured
 
     def _require_warm(self) -> None:
         if self._state in ("cold", "released"):
             hint = "call warmup() first" + ("" if self._state == "released" else ", or set warmup: {lazy: true}")
             raise NotWarmError(f"{self.name} is {self._state}", hint=hint)
 
-    def _named(self, sizes: Sequence[int]) -> dict[str, int]:
-        return dict(zip(self.lattice.names, sizes, strict=True))
+    def _by_axis(self, sizes: tuple[int, ...]) -> dict[str, int]:
+        named = self._named.get(sizes)
+        if named is None:
+            named = dict(zip(self.lattice.names, sizes, strict=True))
+            if len(self._named) < MAX_PLANS:
+                self._named[sizes] = named
+        return named
 
 
 def device_of(fn: object, device: torch.device | str | None) -> torch.device:
@@ -481,18 +503,3 @@ def device_of(fn: object, device: torch.device | str | None) -> torch.device:
     if own is not None and own != made:
         raise ConfigError("the module is on another device", given=own, expected=made, hint="move it with .to(device)")
     return made
-
-
-class _Range:
-    """A named stretch of host time, as profilers show it; nothing without a GPU."""
-
-    def __init__(self, name: str, device: torch.device) -> None:
-        self._name = f"bucketgraph.{name}" if device.type == "cuda" else None
-
-    def __enter__(self) -> None:
-        if self._name is not None:
-            torch.cuda.nvtx.range_push(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        if self._name is not None:
-            torch.cuda.nvtx.range_pop()

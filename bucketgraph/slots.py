@@ -7,7 +7,7 @@ set says `borrowed`. A pinned staging buffer is not refilled before its copy is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from bucketgraph.buckets import MAX_PLANS, Bucket
 from bucketgraph.config import InputSpec, OutputSpec, Ring
+from bucketgraph.copies import DeviceCopies, HostCopies, Padding, Prepared, repeat_last, split
 from bucketgraph.errors import ConfigError, InputError
+from bucketgraph.executables.family import CurrentStream
 
 _ALIGN = 256  # bytes; keeps every slot as aligned as a fresh allocation, which compiled kernels rely on
 _NUMPY = frozenset(
@@ -61,6 +63,11 @@ class Slot:
         return torch.randint(low, high, shape, generator=generator).to(self.dtype)
 
 
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+_Shapes = tuple[tuple[int, ...], ...]
+_Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # shape and strides of each tensor
+
+
 class StaticInputs:
     """The slots of one bucket: device views that an executable reads, and pinned views that host inputs go through."""
 
@@ -73,7 +80,7 @@ class StaticInputs:
         # What host inputs are written to: the arena itself on a CPU, else a staging buffer in its turn.
         host = arena.staging or (arena.device_bytes,)
         self._host: tuple[list[_HostSlot], ...] = tuple([] for _ in host)
-        self._merged: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+        self._routes: dict[tuple[str, ...], _Route] = {}
         offset = 0
         for slot in slots:
             shape = slot.shape(bucket.as_dict())
@@ -84,33 +91,38 @@ class StaticInputs:
                 turn.append(_HostSlot(slot, buffer[offset:end].view(slot.dtype).view(shape)))
             offset = -(-end // _ALIGN) * _ALIGN
 
-    def fill(self, inputs: Mapping[str, Tensor], elsewhere: Container[str] = ()) -> None:
+    def fill(self, inputs: Mapping[str, Tensor], elsewhere: Collection[str] = ()) -> None:
         """Copy `inputs` in and reset all padding. Host tensors travel in as few copies as lie side by side.
 
         Args:
             elsewhere: inputs that the graph reads where the caller has them; their slots stay as they are.
         """
+        if torch.is_grad_enabled():
+            with torch.no_grad():  # or the slots would become results of the inputs
+                return self.fill(inputs, elsewhere)
         if self._on_host:
             for held in self._host[0]:
                 if held.name not in elsewhere:
                     held.write(inputs[held.name])
             return
-        there = tuple([slot.name for slot in self.slots if inputs[slot.name].is_cuda])
-        if len(there) < len(self.slots):
-            turn = self._stage(inputs, there)
-            for start, end in self._runs(there):
+        there = self._there(inputs)
+        route = self._route(there)
+        if route.host:
+            turn = self._stage(inputs, route)
+            for start, end in route.runs:
                 self._arena.copy(turn, start, end)
             self._arena.staged(turn)
-        for slot in self.slots:
-            if slot.name in there and slot.name not in elsewhere:
-                _write(self.views[slot.name], inputs[slot.name], slot.pad)
+        if elsewhere:
+            route = self._route(tuple([name for name in there if name not in elsewhere]))
+        if route.device:
+            route.fill([inputs[slot.name] for slot in route.device])
 
     def stage(self, inputs: Mapping[str, Tensor]) -> int:
         """Write what is on the host into a staging buffer, for a graph that copies it itself; the buffer's turn.
 
         `staged` is called when that graph was launched.
         """
-        return self._stage(inputs, tuple([slot.name for slot in self.slots if inputs[slot.name].is_cuda]))
+        return self._stage(inputs, self._route(self._there(inputs)))
 
     def staged(self, turn: int) -> None:
         self._arena.staged(turn)
@@ -129,16 +141,28 @@ class StaticInputs:
         part = slice(self.spans[first][0], max(end for _, end in self.spans.values()))
         return self._arena.device_bytes[part], tuple(buffer[part] for buffer in self._arena.staging)
 
-    def _stage(self, inputs: Mapping[str, Tensor], there: tuple[str, ...]) -> int:
-        turn = self._arena.next_staging()
+    def _there(self, inputs: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """Which inputs lie on the device."""
+        return tuple([slot.name for slot in self.slots if inputs[slot.name].is_cuda])
+
+    def _route(self, there: tuple[str, ...]) -> _Route:
+        route = self._routes.get(there)
+        if route is None:
+            route = _Route(self, there, self._arena, self._host, self._runs(there))
+            if len(self._routes) < MAX_PLANS:
+                self._routes[there] = route
+        return route
+
+    def _stage(self, inputs: Mapping[str, Tensor], route: _Route) -> int:
+        arena = self._arena
+        turn = arena.next_staging()
+        sources = [inputs[slot.name] for slot in route.host]
         # The buffer's padding is as this bucket's last fill left it, if that had these shapes.
-        now = self, there, [inputs[slot.name].shape for slot in self.slots]
-        padded = self._arena.filled[turn] == now
-        self._arena.filled[turn] = None
-        for held in self._host[turn]:
-            if held.name not in there:
-                held.write(inputs[held.name], padded)
-        self._arena.filled[turn] = now
+        now = route.mark, tuple([source.shape for source in sources])
+        padded = arena.filled[turn] == now
+        arena.filled[turn] = None
+        route.stage(turn, sources, now[1], padded)
+        arena.filled[turn] = now
         return turn
 
     def poison(self, byte: int) -> None:
@@ -154,25 +178,84 @@ class StaticInputs:
 
     def _runs(self, there: tuple[str, ...]) -> list[tuple[int, int]]:
         """Byte ranges that cover all slots but these, neighbours merged (the gap between them is alignment only)."""
-        if there not in self._merged:
-            runs: list[tuple[int, int]] = []
-            for slot in self.slots:
-                start, end = self.spans[slot.name]
-                if slot.name in there:
-                    continue
-                if runs and start - runs[-1][1] < _ALIGN:
-                    runs[-1] = (runs[-1][0], end)
-                else:
-                    runs.append((start, end))
-            self._merged[there] = runs
-        return self._merged[there]
+        runs: list[tuple[int, int]] = []
+        for slot in self.slots:
+            start, end = self.spans[slot.name]
+            if slot.name in there:
+                continue
+            if runs and start - runs[-1][1] < _ALIGN:
+                runs[-1] = (runs[-1][0], end)
+            else:
+                runs.append((start, end))
+        return runs
+
+
+class _Route:
+    """How a bucket's inputs get into its slots where just these of them lie on the device.
+
+    Attributes:
+        host, device: the slots of each kind.
+        runs: byte ranges that the slots of host inputs lie in.
+    """
+
+    def __init__(
+        self,
+        static: StaticInputs,
+        there: tuple[str, ...],
+        arena: Arena,
+        written: Sequence[Sequence[_HostSlot]],
+        runs: list[tuple[int, int]],
+    ) -> None:
+        self.host = [slot for slot in static.slots if slot.name not in there]
+        self.device = [slot for slot in static.slots if slot.name in there]
+        self.runs = runs
+        self.mark = object()  # stands for it where holding it would be a circle
+        self._arena = arena
+        self._views = [static.views[slot.name] for slot in self.device]
+        self._written = [[held for held in turn if held.name not in there] for turn in written]
+        self._host_copies = Prepared[tuple[int, _Shapes], HostCopies]()
+        self._device_copies = Prepared[_Layouts, DeviceCopies]()
+        start = arena.device_bytes.data_ptr()
+        self._arena_ends = start, start + arena.device_bytes.nbytes
+
+    def stage(self, turn: int, sources: Sequence[Tensor], shapes: _Shapes, padded: bool) -> None:
+        """Write what is on the host into a staging buffer."""
+        written, copies = self._written[turn], self._host_copies.get((turn, shapes), self._host_copies_of)
+        if copies is not None:
+            copies.run(sources, padded)
+        for place in range(len(sources)) if copies is None else copies.rest:
+            written[place].write(sources[place], padded)
+
+    def fill(self, sources: Sequence[Tensor]) -> None:
+        """Write what is on the device into the slots."""
+        copies = None
+        if self._is_apart(sources):
+            layouts = tuple([(source.shape, source.stride()) for source in sources])
+            copies = self._device_copies.get(layouts, self._device_copies_of)
+        if copies is not None:
+            copies.run(sources)
+            return
+        for slot, view, source in zip(self.device, self._views, sources, strict=True):
+            _write(view, source, slot.pad)
+
+    def _is_apart(self, sources: Sequence[Tensor]) -> bool:
+        """Plain tensors, none of which lies in the slots: a joint copy has no order, and does not look for overlaps."""
+        start, end = self._arena_ends
+        return _PLAIN.issuperset(map(type, sources)) and not any(start <= t.data_ptr() < end for t in sources)
+
+    def _host_copies_of(self, key: tuple[int, _Shapes]) -> HostCopies:
+        turn, shapes = key
+        return HostCopies(self.host, [held.tensor for held in self._written[turn]], shapes, self._arena.host_padding)
+
+    def _device_copies_of(self, layouts: _Layouts) -> DeviceCopies:
+        return DeviceCopies(self.device, self._views, layouts, self._arena.padding)
 
 
 class _HostSlot:
     """A slot in host memory, written through numpy: a few times cheaper than torch for a handful of numbers."""
 
     def __init__(self, slot: Slot, view: Tensor) -> None:
-        self.name = slot.name
+        self.name, self.tensor = slot.name, view
         # Types that numpy lacks go as integers of their width.
         self._as = None if slot.dtype in _NUMPY else _WORDS[slot.dtype.itemsize]
         self._view: np.ndarray = (view if self._as is None else view.view(self._as)).numpy()
@@ -193,22 +276,16 @@ class _HostSlot:
         corner, tails = self._parts.get(shape) or self._part(shape)
         corner[...] = array
         if self._pad is None:
-            _repeat_last(self._view, shape)
+            repeat_last(self._view, shape)
         elif not padded:
             for tail in tails:
                 tail.fill(self._pad)
 
     def _part(self, shape: tuple[int, ...]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The real corner of these sizes, and what is left of the view around it."""
-        corner, tails = self._view, []
-        for dim, size in enumerate(shape):
-            if size != self._view.shape[dim]:
-                before = (slice(None),) * dim
-                tails.append(corner[(*before, slice(size, None))])
-                corner = corner[(*before, slice(size))]
+        parts = split(self._view, shape)
         if len(self._parts) < MAX_PLANS:
-            self._parts[shape] = corner, tails
-        return corner, tails
+            self._parts[shape] = parts
+        return parts
 
 
 class Arena:
@@ -221,8 +298,11 @@ class Arena:
         with torch.inference_mode(False):  # or only calls in inference mode could write it
             self.device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
             self.staging = tuple(torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(copies))
+            self.padding = Padding(slots, size, device)
+            self.host_padding = Padding(slots, size, torch.device("cpu"))
         self._events = tuple(torch.cuda.Event() for _ in range(copies))
-        self._device = device
+        self._stream = CurrentStream(device)
+        self._parts: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
         self._turn = 0
         self.filled: list[object] = [None] * copies  # by whom and with which shapes each staging buffer was filled last
 
@@ -244,11 +324,16 @@ class Arena:
 
     def copy(self, turn: int, start: int, end: int) -> None:
         """Bytes of a staging buffer to their place on the device."""
-        self.device_bytes[start:end].copy_(self.staging[turn][start:end], non_blocking=True)
+        part = self._parts.get((turn, start, end))
+        if part is None:
+            part = self.device_bytes[start:end], self.staging[turn][start:end]
+            if len(self._parts) < MAX_PLANS:
+                self._parts[turn, start, end] = part
+        part[0].copy_(part[1], non_blocking=True)
 
     def staged(self, turn: int) -> None:
         # Named, since the thread's current device may be another one.
-        self._events[turn].record(torch.cuda.current_stream(self._device))
+        self._events[turn].record(self._stream()[1])
 
 
 def _bytes(slot: Slot, bucket: Bucket) -> int:
@@ -257,27 +342,13 @@ def _bytes(slot: Slot, bucket: Bucket) -> int:
 
 def _write(view: Tensor, source: Tensor, pad: int | float | None) -> None:
     """As `_HostSlot.write`, on a device."""
-    real = source.shape
-    corner = view
-    for dim, size in enumerate(real):
-        if size == view.shape[dim]:
-            continue
-        tail = corner.narrow(dim, size, view.shape[dim] - size)
-        corner = corner.narrow(dim, 0, size)
-        if pad is not None:
+    corner, tails = split(view, source.shape)
+    if pad is not None:
+        for tail in tails:
             tail.fill_(pad)
     corner.copy_(source)
     if pad is None:
-        _repeat_last(view, real)
-
-
-def _repeat_last(view: Any, real: Sequence[int]) -> None:  # a tensor or an array
-    """Innermost dimension first, so that an outer one repeats rows that are already whole."""
-    for dim in reversed(range(len(real))):
-        size = real[dim]
-        if size < view.shape[dim]:
-            rows = tuple(slice(outer) for outer in real[:dim])
-            view[(*rows, slice(size, None))] = view[(*rows, slice(size - 1, size))]
+        repeat_last(view, source.shape)
 
 
 class InputCheck:
@@ -351,6 +422,7 @@ class Outputs:
 
     def __init__(self, specs: Mapping[str, OutputSpec], ownership: Literal["cloned", "borrowed"] | Ring) -> None:
         self.specs = dict(specs)
+        self._names = list(specs)
         self._ownership = ownership
         turns = ownership.ring if isinstance(ownership, Ring) else 0
         self._rings: list[dict[str, Tensor]] = [{} for _ in range(turns)]
@@ -358,20 +430,20 @@ class Outputs:
 
     def select(self, raw: object) -> dict[str, Tensor]:
         """The declared outputs in whatever the function returned: a tensor, a mapping, a sequence or an object."""
-        names = list(self.specs)
-        found: dict[str, object]
+        names = self._names
+        found: dict[str, Any]
         if isinstance(raw, Tensor):
             found = {names[0]: raw} if len(names) == 1 else {}
-        elif isinstance(raw, Mapping):
+        elif isinstance(raw, (dict, Mapping)):
             found = {name: raw[name] for name in names if name in raw}
-        elif isinstance(raw, Sequence):
+        elif isinstance(raw, (tuple, list, Sequence)):
             found = dict(zip(names, raw, strict=False))
         else:
             found = {name: getattr(raw, name) for name in names if hasattr(raw, name)}
         for name in names:
             if not isinstance(found.get(name), Tensor):
                 raise ConfigError(f"the function returns no tensor for output {name}", given=type(raw).__name__)
-        return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+        return found
 
     def check(self, outputs: Mapping[str, Tensor], bucket: Bucket) -> None:
         """Compare the shapes with the set's declaration. Raises ConfigError naming both."""

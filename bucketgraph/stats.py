@@ -116,7 +116,8 @@ class Recorder:
         self._outcomes: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}
-        self._hits: defaultdict[Bucket, list[int]] = defaultdict(lambda: [0, 0, 0])  # hits, real and padded work
+        # By the bucket's sizes, which are hashed faster than buckets: hits, real and padded work.
+        self._hits: defaultdict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
         self._sizes: dict[tuple[int, ...], int] = {}
         self._other = 0
 
@@ -135,7 +136,7 @@ class Recorder:
         for rows, count in steps.items():
             self.asked((rows,), count)
             self._outcomes["looped"] += count
-            row = self._hits[bucket]
+            row = self._hits[bucket.sizes]
             row[0] += count
             row[1] += count * rows
             row[2] += count * prod(bucket.sizes)
@@ -156,7 +157,7 @@ class Recorder:
 
     def hit(self, plan: Plan) -> None:
         assert plan.bucket is not None, "only a plan with a bucket is a hit"
-        row = self._hits[plan.bucket]
+        row = self._hits[plan.bucket.sizes]
         row[0] += 1
         row[1] += plan.real
         row[2] += plan.padded
@@ -187,7 +188,7 @@ class Recorder:
         )
 
     def _row(self, bucket: Bucket, captured: Captured | None) -> BucketStats:
-        hits, real, padded = self._hits[bucket]
+        hits, real, padded = self._hits[bucket.sizes]
         if captured is None:
             return BucketStats(str(bucket), "none", hits, real, padded, bucket.as_dict())
         return BucketStats(

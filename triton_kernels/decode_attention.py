@@ -252,9 +252,11 @@ def decode_tile(
 
     Few rows have many splits of few tiles: there a small footprint in shared memory wins, since programs start earlier
     beside those of the matmul before them. Many rows run through their tiles one after the other and want depth, but
-    several programs on an SM, too. us a layer on an H200: Llama-3.2-1B at 64 rows of 512 positions 80.6 with three
-    stages and 73.6 with two, of 2,048 positions 135.9 and 118.8; Llama-3.1-8B at 8 rows of 512 144.8, 145.6 and 147.7
-    with 1, 2 and 3, of 2,048 positions 164, 161 and 159. Tiles of 32 or 64 at one row lose 1 to 8 us at 4,096.
+    several programs on an SM, too. us a layer on an H200, 64 rows of 512 and of 2,048 positions, in tiles of 128 with
+    three stages and of 64 with two: Llama-3.1-8B 204.5 and 281.7, 171.0 and 261.5; Qwen3-0.6B 89.1 and 179.4, 69.0 and
+    158.3. Llama-3.2-1B in tiles of 128 with three stages and with two: 80.6 and 135.9, 73.6 and 118.8. At 8 rows depth
+    is worth more: 1B at 4,096 positions 63.0 with three stages, 72.2 with two. Tiles of 32 or 64 at one row lose 1 to 8
+    us at 4,096 positions.
     """
     if dtype == torch.float32:
         return 32, 8, 2  # in 4 warps it spills at head dimension 128
@@ -263,8 +265,10 @@ def decode_tile(
     if 2 * programs <= FEW:
         return 128, 4, 1
     if padded_dim <= 64:
-        return 128, 4, 2
-    return 128, 4, 1 if not _roomy(device) else 2 if programs <= FEW else 3
+        return 128, 4, 3 if programs <= FEW else 2
+    if programs > FEW and not even:
+        return 64, 4, 2
+    return 128, 4, 2 if _roomy(device) else 1
 
 
 @functools.cache

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,6 +25,25 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class CurrentStream:
+    """The current stream of a device and its handle, as `torch.cuda.current_stream` gives it in a few times the time.
+
+    A stream that is gone and one that came at its handle are the same to CUDA, so the object remembered is right.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+        self._last: tuple[int, torch.cuda.Stream] | None = None
+
+    def __call__(self) -> tuple[int, torch.cuda.Stream]:
+        handle = torch._C._cuda_getCurrentRawStream(self._index)
+        last = self._last
+        if last is None or last[0] != handle:
+            last = self._last = handle, torch.cuda.current_stream(self._device)
+        return last
+
+
 class Family:
     """Shared by all buckets of a manager, and by the managers of an LLM's phases."""
 
@@ -38,6 +57,7 @@ class Family:
         self._compiled: dict[int, tuple[object, Any]] = {}
         self._read: torch.cuda.Event | None = None  # when the last outputs were read
         self._read_on: int | None = None  # the stream they were read on
+        self._stream = CurrentStream(device)
         if device.type == "cuda":
             with torch.cuda.device(device):
                 self.stream = torch.cuda.Stream(device)
@@ -57,24 +77,28 @@ class Family:
             self.broken = str(broken).splitlines()[0]
             raise DeviceError("the CUDA context is broken", given=self.broken, hint="restart the process") from error
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Fill, replay and read happen inside: one caller at a time, after the last caller's reads on the GPU."""
-        # Outside the caller's inference mode: tensors made inside it could not be written by a call outside it.
-        with self.lock, torch.inference_mode(False), torch.no_grad():
-            self.require_alive()
-            if self._read is None:
-                yield
-                return
-            stream = torch.cuda.current_stream(self.device)
-            if self._read_on is not None and self._read_on != stream.cuda_stream:
-                stream.wait_event(self._read)
-            try:
-                yield
-            finally:
-                if self.broken is None:
-                    self._read.record(stream)
-                    self._read_on = stream.cuda_stream
+    def turn(self) -> AbstractContextManager[None]:
+        """Fill, replay and read happen inside: one caller at a time, after the last caller's reads on the GPU.
+
+        No gradients are recorded inside, and the caller's inference mode is left: tensors made in it could not be
+        written by a call outside it.
+        """
+        return _Turn(self, self.lock)
+
+    def _begin(self) -> torch.cuda.Stream | None:
+        """After the last reads; the stream that the caller's work goes to."""
+        self.require_alive()
+        if self._read is None:
+            return None
+        handle, stream = self._stream()
+        if self._read_on is not None and self._read_on != handle:
+            stream.wait_event(self._read)
+        return stream
+
+    def _end(self, stream: torch.cuda.Stream) -> None:
+        if self.broken is None and self._read is not None:
+            self._read.record(stream)
+            self._read_on = stream.cuda_stream
 
     def pool(self) -> Pool:
         """The pool for the next capture."""
@@ -87,3 +111,38 @@ class Family:
         if id(fn) not in self._compiled:
             self._compiled[id(fn)] = (fn, compile_it())  # the function is kept, or its id could be reused
         return self._compiled[id(fn)][1]
+
+
+class _Turn:
+    """`Family.turn`, without a generator and without torch's context managers: every call enters it."""
+
+    __slots__ = ("_family", "_graded", "_inference", "_lock", "_stream")
+
+    def __init__(self, family: Family, lock: threading.RLock) -> None:
+        self._family, self._lock = family, lock
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        if self._inference is not None:
+            self._inference.__enter__()  # brings its own mode of gradients, and takes it away with it
+        self._graded = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            self._stream = self._family._begin()
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._stream is not None:
+                self._family._end(self._stream)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        torch._C._set_grad_enabled(self._graded)
+        if self._inference is not None:
+            self._inference.__exit__(None, None, None)
+        self._lock.release()

@@ -26,6 +26,8 @@ from bucketgraph.llm.sampling import Delta, Logprob
 from bucketgraph.llm.text_stream import TextStream
 from bucketgraph.llm.tokenizer import Tokenizer
 
+_NONE: frozenset[int] = frozenset()
+
 
 class Engine:
     """Continuous batching over a `Runner`."""
@@ -111,10 +113,9 @@ class Engine:
         try:
             if self._waiting and cache.pages_for(self._waiting[0].limit) <= cache.free_pages:
                 run.cancel()
-            # Where nobody reads along, all tokens are taken at once at the end.
-            wanted = bool(self._waiting) or any(r.streamed or r.params.stop_strings for r in run.requests)
+            wanted = run.read_along or bool(self._waiting)
             if not run.poll() or not (run.over or wanted):
-                return PAUSE if wanted else run.pause
+                return run.pause(wanted)
             self._take(run)
             if run.over:
                 self._run = None
@@ -190,31 +191,33 @@ class Engine:
         """Take new tokens up to the one that ends the request, if any."""
         if self._tokenizer is not None and request not in self._streams:
             self._streams[request] = TextStream(self._tokenizer, request)
-        stream, text, taken = self._streams.get(request), "", 0
-        for token in ids:
-            request.tokens.append(token)
-            taken += 1
-            counts = self._note_end(request, token)
-            if stream is not None:
-                text += stream.push(token, counts)
-            if request.finish_reason is not None:
-                break
+        stream, text = self._streams.get(request), ""
+        early = max(0, request.params.min_tokens - (len(request.tokens) - request.prompt_len))
+        ids, reason, stop = self._until_end(request, ids, early)
+        if stream is not None:
+            text, taken, found = stream.push(ids, early, reason)
+            if found is not None:
+                ids, reason, stop = ids[:taken], "stop", found
+        request.tokens += ids
         request.text += text
-        request.deltas.append(Delta(request.index, text, ids[:taken], request.finish_reason))
-        if request.finish_reason is not None:
+        request.deltas.append(Delta(request.index, text, ids, reason))
+        if reason is not None:
+            # Last, as its caller may look without the lock.
+            request.stop_reason, request.finish_reason = stop, reason
             self._leave(request)
 
-    def _note_end(self, request: Request, token: int) -> bool:
-        """Whether the newest token ends its request goes into it; returns whether stop conditions count by now."""
-        params, count = request.params, len(request.tokens) - request.prompt_len
-        counts = count > params.min_tokens or params.min_tokens == 0
-        if counts and token in self._eos and not params.ignore_eos:
-            request.finish_reason = "stop"
-        elif counts and token in (params.stop_token_ids or ()):
-            request.finish_reason, request.stop_reason = "stop", token
-        elif len(request.tokens) >= request.limit:
-            request.finish_reason = "length"
-        return counts
+    def _until_end(
+        self, request: Request, ids: list[int], early: int
+    ) -> tuple[list[int], str | None, str | int | None]:
+        """Tokens up to the one that ends the request, finish and stop reason; the first `early` ones cannot stop it."""
+        params, room = request.params, request.limit - len(request.tokens)
+        ids = ids[:room]
+        eos = _NONE if params.ignore_eos else self._eos
+        stops = eos.union(params.stop_token_ids) if params.stop_token_ids else eos
+        if not stops.isdisjoint(ids[early:]):
+            at = next(at for at in range(early, len(ids)) if ids[at] in stops)
+            return ids[: at + 1], "stop", None if ids[at] in eos else ids[at]
+        return ids, "length" if len(ids) == room else None, None
 
     def _note_logprobs(self, request: Request, token: int, entries: dict[int, tuple[float, int]]) -> None:
         name = self._tokenizer.decode if self._tokenizer is not None else None

@@ -152,7 +152,6 @@ def _skip_is_zero() -> Any:
         yield
 
 
-_turn = "with self.lock, torch.inference_mode(False), torch.no_grad():"
 _gathered = "_gather(k_cache, table, {0}), _gather(v_cache, table, {0})"
 _now = _gathered.format("kv_len")
 
@@ -177,7 +176,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("tail-not-reset", "`fill` leaves the padding as it was", "warm_up",
           swap(slots.StaticInputs, "fill", _only_corners), 1),
     Fault("repeat-last-pads-zero", "`repeat_last` pads with 0: cumulative ends fall back", "pad_rules",
-          edit(slots, "_repeat_last", "= view[(*rows, slice(size - 1, size))]", "= 0"), 40),
+          edit(slots, "repeat_last", "= view[(*rows, slice(size - 1, size))]", "= 0"), 40),
     Fault("stale-lengths", "`kv_lens` is filled once and never again", "decode_exact",
           swap(slots.StaticInputs, "fill", _forgets("kv_lens"))),
     Fault("stale-tables", "`block_tables` is filled once and never again", "decode_exact",
@@ -192,7 +191,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("ring-too-short", "a ring has one buffer too few", "ownership",
           edit(slots.Outputs, "__init__", "ownership.ring if", "ownership.ring - 1 if"), 2),
     Fault("no-lock", "two callers fill and replay at once", "threads",
-          edit(family.Family, "turn", _turn, _turn.replace("self.lock, ", "")), 2),
+          edit(family.Family, "turn", "_Turn(self, self.lock)", "_Turn(self, threading.RLock())"), 2),
     Fault("wrong-phase", "shape picks the graph: a prompt of one token runs as decode", "pages",
           edit(runner.Runner, "prefill", "result = self.prefill_manager(**self.prefill_arrays(chunks))",
                "result = self.prefill_manager(**self.prefill_arrays(chunks)) if any(n > 1 for _, n in chunks)"

@@ -439,3 +439,31 @@ def test_minilm_replays_equal_the_model_alone() -> None:
                 alone = model(**{name: tensor[None].to(CUDA) for name, tensor in request.items()}).last_hidden_state[0]
             torch.testing.assert_close(result["last_hidden_state"], alone, rtol=0, atol=1e-4)
         assert manager.stats().outcomes == {"replayed": 9}
+
+
+@torch.no_grad()
+def test_ten_device_inputs_and_their_padding_are_one_launch() -> None:
+    names = [f"x{number}" for number in range(10)]
+    made = {
+        "version": 1,
+        "name": "ten",
+        "executable": "cudagraph",
+        "axes": {"batch": [8]},
+        "inputs": {name: {"shape": ["batch", 16], "dtype": "float32", "pad": 3} for name in names},
+        "outputs": {"y": {"shape": ["batch", 16]}},
+    }
+    with BucketManager(lambda **x: sum(x.values()), parse(made), device="cuda") as manager:
+        assert manager.warmup().ok
+        (captured,) = manager.captured.values()
+        inputs = {name: torch.randn(5, 16, device="cuda") for name in names}
+        for _ in range(3):
+            got = manager(**inputs)["y"]
+            assert torch.equal(got, sum(inputs.values()))
+            assert all((view[5:] == 3).all() for view in captured.inputs.views.values())
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            with manager.family.turn():
+                captured.inputs.fill(inputs)
+            torch.cuda.synchronize()
+        kernels = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        assert len(kernels) == 1, kernels

@@ -29,7 +29,7 @@ ATTENTION = ["--device", "cpu", "--what", "attention", "--tokens", "64", "--page
 ATTENTION += ["--heads", "4", "--kv-heads", "2", "--dim", "16", "--repeats", "5"]
 DISPATCH = ["--device", "cpu", "--inputs", "2", "--calls", "20", "--peers", "none"]
 LOOP = ["--device", "cpu", "--shapes", "tiny", "--batches", "1,3", "--prompt", "8", "--tokens", "12"]
-LOOP += ["--rounds", "1", "--cancels", "2"]
+LOOP += ["--rounds", "1", "--cancels", "2", "--long", "30"]
 Run = Callable[[str, list[str]], tuple[int, str, dict[str, Any]]]
 
 
@@ -325,8 +325,8 @@ def test_both_loops_are_measured_idle_and_busy(run: Run, bench: ModuleType, monk
             host, device = row[state]["host"], row[state]["device"]
             assert host["arrival_ms"]["n"] == device["arrival_ms"]["n"] == 11
             assert device["device_ms"]["n"] == 10 and "device_ms" not in host
-            for part in (host, device):
-                assert part["cpu_us"] == pytest.approx(part["cpu_us_waiting"] + part["cpu_us_without_waiting"], abs=0.1)
+            assert all(part["cpu_ms_per_call"] > 0 for part in (host, device))
+            assert ("cpu_us_per_step" in device) == ("cpu_us_per_step" in host) == (state == "idle")
             assert row[state]["ratio_host_device"] > 0
     assert "cancelled within steps" in printed and "gates green" in printed
 

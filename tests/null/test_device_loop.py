@@ -17,7 +17,7 @@ from null.loop_double import Device, installed
 from bucketgraph import LLM, SamplingParams
 from bucketgraph.cli import _parser
 from bucketgraph.errors import ConfigError, DeviceError, InputError
-from bucketgraph.llm.device_loop import Run
+from bucketgraph.llm.device_loop import PAUSE, Run
 from bucketgraph.llm.device_loop import loop as loop_module
 from bucketgraph.llm.device_loop.ring import Ring
 
@@ -165,8 +165,8 @@ class Letters:
     eos_token_ids = ()
 
     class Stream:
-        def feed(self, token: int) -> str:
-            return chr(token) if token > 32 else ""
+        def feed(self, ids: list[int]) -> str:
+            return "".join(chr(token) for token in ids if token > 32)
 
         def finish(self) -> str:
             return ""
@@ -349,11 +349,23 @@ def test_an_interrupt_ends_the_run_and_is_raised(device: Device, monkeypatch: py
 
 def test_one_who_waits_for_the_end_looks_ever_less_often(device: Device) -> None:
     run = Run(Ring(1, False), None, None, [])  # type: ignore[arg-type]
-    soon = run.pause
+    soon = run.pause(reading=False)
     run._began -= 0.05
-    later = run.pause
+    later = run.pause(reading=False)
     run._began -= 100
-    assert 0 < soon < later < run.pause == 1e-3
+    assert 0 < soon < later < run.pause(reading=False) == 1e-3
+
+
+def test_one_who_reads_along_looks_again_after_half_a_step() -> None:
+    ring = Ring(1, False)
+    run = Run(ring, None, None, [])  # type: ignore[arg-type]
+    assert run.pause(reading=True) == PAUSE, "the pace is not known yet"
+    ring.stamps[:4] = torch.arange(4) * 1_000_000  # ns: a step takes 1 ms
+    run.steps = 4
+    run._news = time.perf_counter()
+    assert ring.pace(4) == pytest.approx(1e-3) and 3e-4 < run.pause(reading=True) <= 5e-4
+    run._news -= 1.0
+    assert run.pause(reading=True) == PAUSE
 
 
 # -- the host loop instead ---------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def test_a_pad_rule_that_is_written_wrong_is_caught(monkeypatch: pytest.MonkeyPa
     inputs = bucket_set().model_dump(exclude_unset=True)["inputs"]
     inputs["ids"]["pad"] = "repeat_last"
     assert checked(masked, inputs=inputs).error is None
-    monkeypatch.setattr(slots, "_repeat_last", lambda view, real: None)
+    monkeypatch.setattr(slots, "repeat_last", lambda view, real: None)
     error = checked(masked, inputs=inputs).error
     assert error is not None and "input ids still holds what was there before" in error
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 STEPS = 1024  # of a run at most
+RECENT = 8  # steps that the pace is taken from
 
 
 class Ring:
@@ -28,6 +29,7 @@ class Ring:
         self.flags = torch.zeros(rows + 1, dtype=torch.int32, pin_memory=pinned)  # a row's end, and last the run's
         self._tokens, self._flags = self.tokens.numpy(), self.flags.numpy()
         self._word = memoryview(self.published.numpy())  # type: ignore[arg-type]  # arrays are buffers
+        self._clock = memoryview(self.stamps.numpy())  # type: ignore[arg-type]
 
     def clear(self) -> None:
         """For the next run; the last one is over."""
@@ -42,6 +44,12 @@ class Ring:
     def lines(self, start: int, end: int, rows: int) -> np.ndarray:
         """Tokens of steps `start` to `end`, which were published `[steps, rows]`."""
         return self._tokens[start:end, :rows]
+
+    def pace(self, steps: int) -> float:
+        """Seconds that one of the last steps took, by the device's clock, when so many were published; 0 at first."""
+        last = steps - 1
+        first = max(0, last - RECENT)
+        return 1e-9 * (self._clock[last] - self._clock[first]) / (last - first) if last > first else 0.0
 
     def drop(self, row: int) -> None:
         """Ask for a row's end."""

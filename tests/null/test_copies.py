@@ -1,0 +1,94 @@
+"""Joint copies write what single ones do, bit by bit, whatever the dtype, the layout and the padding."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from bucketgraph.copies import SMALL, DeviceCopies, HostCopies, Padding, Prepared
+from bucketgraph.executables.family import Family
+from bucketgraph.slots import Slot, _write
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+def a_slot(chosen: random.Random, number: int) -> tuple[Slot, tuple[int, ...]]:
+    dtype = chosen.choice(DTYPES)
+    pads = (None, 0, 1) if dtype in (torch.bool, torch.uint8) else (None, 0, -1, 7)
+    shape = tuple(chosen.choice((1, 2, 5, 8)) for _ in range(chosen.randint(1, 3)))
+    if chosen.random() < 0.05:
+        shape = (SMALL // 2, 3)
+    pad = chosen.choice(pads)
+    return Slot(f"s{number}", shape, dtype, float(pad) if pad is not None and dtype.is_floating_point else pad), shape
+
+
+def a_source(chosen: random.Random, slot: Slot, shape: tuple[int, ...]) -> Tensor:
+    real = tuple(chosen.randint(1, size) for size in shape)
+    bits = torch.randint(0, 256, (*real[:-1], 2 * real[-1] * slot.dtype.itemsize), dtype=torch.uint8)
+    wide = bits % 2 == 1 if slot.dtype == torch.bool else bits.view(slot.dtype)  # NaN payloads, too
+    return wide[..., ::2] if chosen.random() < 0.3 else wide[..., : real[-1]].clone()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_joint_copies_equal_single_ones_bit_by_bit(seed: int) -> None:
+    chosen = random.Random(seed)
+    torch.manual_seed(seed)
+    made = [a_slot(chosen, number) for number in range(chosen.randint(1, 6))]
+    slots = [slot for slot, _ in made]
+    sources = [a_source(chosen, slot, shape) for slot, shape in made]
+    views, want = ([torch.zeros(shape, dtype=slot.dtype) for slot, shape in made] for _ in range(2))
+    for slot, view, source in zip(slots, want, sources, strict=True):
+        _write(view, source, slot.pad)
+    padding = Padding(slots, max(view.nbytes for view in views), torch.device("cpu"))
+    on_device = DeviceCopies(slots, views, [(tuple(s.shape), s.stride()) for s in sources], padding)
+    for _ in range(2):
+        for view in views:
+            view.view(torch.uint8).fill_(1)
+        on_device.run(sources)
+        for view, right in zip(views, want, strict=True):
+            assert torch.equal(view.view(torch.uint8), right.view(torch.uint8))
+    for view in views:
+        view.view(torch.uint8).fill_(1)
+    on_host = HostCopies(slots, views, [tuple(source.shape) for source in sources], padding)
+    on_host.run(sources, padded=False)
+    for place, (view, right) in enumerate(zip(views, want, strict=True)):
+        if place not in on_host.rest:
+            assert torch.equal(view.view(torch.uint8), right.view(torch.uint8))
+
+
+def test_shapes_that_come_once_are_not_prepared() -> None:
+    made: list[int] = []
+    prepared = Prepared[int, int](lambda key: (made.append(key), key)[1])
+    assert [prepared.get(key) for key in (1, 2, 1, 1)] == [None, None, 1, 1] and made == [1]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_turn_sets_modes_and_sets_them_back(mode: type, fails: bool) -> None:
+    family = Family(torch.device("cpu"))
+    with mode():
+        before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        try:
+            with family.turn():
+                assert not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+                with family.turn():
+                    pass
+                assert not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+                if fails:
+                    raise KeyError
+        except KeyError:
+            assert fails
+        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
+    assert family.lock.acquire(blocking=False)
+    family.lock.release()
+
+
+def test_a_turn_of_a_broken_family_leaves_nothing_behind() -> None:
+    family = Family(torch.device("cpu"))
+    family.broken = "gone"
+    with pytest.raises(Exception, match="broken"), family.turn():
+        pass
+    assert torch.is_grad_enabled()
