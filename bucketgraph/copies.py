@@ -83,6 +83,12 @@ class Padding:
         return flat[: torch.Size(shape).numel()].view(*shape)
 
 
+def load_kernels(slots: Iterable[Slot], device: torch.device) -> None:
+    """So that no call is the first one to need them."""
+    for dtype in {_WORDS.get(slot.dtype, slot.dtype) for slot in slots}:
+        torch._foreach_copy_([torch.empty(1, dtype=dtype, device=device)], [torch.zeros(1, dtype=dtype, device=device)])
+
+
 @dataclass(slots=True)
 class _Joint:
     """Copies of one dtype."""
@@ -142,11 +148,11 @@ class DeviceCopies:
                     joint.pad(tail, padding.of(slot, tail.shape))
                 else:
                     self._fills.append((tail, slot.pad))
-        self._joints = [
-            (joint, [*joint.corners, *joint.tails]) for joint in joints.values() if joint.corners or joint.tails
-        ]
+        used = [joint for joint in joints.values() if joint.corners or joint.tails]
+        self._joints = [(joint, [*joint.corners, *joint.tails]) for joint in used]
 
     def run(self, sources: Sequence[Tensor]) -> None:
+        """Write every byte of the slots. The sources lie outside of them."""
         for joint, destinations in self._joints:
             given = [sources[place] for place in joint.places]
             if joint.word is not None:

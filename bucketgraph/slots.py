@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bucketgraph.buckets import MAX_PLANS, Bucket
 from bucketgraph.config import InputSpec, OutputSpec, Ring
-from bucketgraph.copies import DeviceCopies, HostCopies, Padding, Prepared, repeat_last, split
+from bucketgraph.copies import DeviceCopies, HostCopies, Padding, Prepared, load_kernels, repeat_last, split
 from bucketgraph.errors import ConfigError, InputError
 from bucketgraph.executables.family import CurrentStream
 
@@ -143,7 +143,7 @@ class StaticInputs:
 
     def _there(self, inputs: Mapping[str, Tensor]) -> tuple[str, ...]:
         """Which inputs lie on the device."""
-        return tuple([slot.name for slot in self.slots if inputs[slot.name].is_cuda])
+        return tuple([name for name in self.views if inputs[name].is_cuda])
 
     def _route(self, there: tuple[str, ...]) -> _Route:
         route = self._routes.get(there)
@@ -300,6 +300,8 @@ class Arena:
             self.staging = tuple(torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(copies))
             self.padding = Padding(slots, size, device)
             self.host_padding = Padding(slots, size, torch.device("cpu"))
+        if copies:
+            load_kernels(slots, device)
         self._events = tuple(torch.cuda.Event() for _ in range(copies))
         self._stream = CurrentStream(device)
         self._parts: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}

@@ -14,9 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bucketgraph.config import BucketSet, parse
+from bucketgraph.buckets import Bucket
+from bucketgraph.config import BucketSet, InputSpec, parse
 from bucketgraph.executables import Family
 from bucketgraph.manager import BucketManager
+from bucketgraph.selfcheck import same_bits
+from bucketgraph.slots import Arena, Slot, StaticInputs, _write
 from bucketgraph.warmup import warm_up
 
 WIDTH = 64
@@ -467,3 +470,33 @@ def test_ten_device_inputs_and_their_padding_are_one_launch() -> None:
             torch.cuda.synchronize()
         kernels = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
         assert len(kernels) == 1, kernels
+
+
+def test_joint_copies_move_the_very_bits() -> None:
+    """NaN payloads too, from any layout; and what lies in a slot itself goes the old way."""
+    dtypes = {"a": "float32", "b": "bfloat16", "c": "float16", "d": "bool", "e": "int64", "f": "float32"}
+    rules = {"a": 3, "b": "zero", "c": 1, "d": "zero", "e": "skip", "f": "repeat_last"}
+    slots = [
+        Slot.from_spec(name, InputSpec.model_validate({"shape": ["n", "m"], "dtype": dtype, "pad": rules[name]}))
+        for name, dtype in dtypes.items()
+    ]
+    space, device = Bucket(("n", "m"), (6, 8)), torch.device(CUDA, torch.cuda.current_device())
+    static = StaticInputs(slots, space, Arena(slots, [space], device))
+    for step in range(12):
+        n, m = ((6, 8), (4, 8), (4, 5))[step % 3]
+        inputs = {}
+        for one in slots:
+            bits = torch.randint(0, 256, (n, 2 * m * one.dtype.itemsize), dtype=torch.uint8, device=CUDA)
+            wide = bits % 2 == 1 if one.dtype == torch.bool else bits.view(one.dtype)
+            inputs[one.name] = wide[:, ::2] if one.name == "f" else wide[:, :m].clone()
+        static._arena.device_bytes.fill_(0xFF)
+        static.fill(inputs)
+        for one in slots:
+            want = torch.empty_like(static.views[one.name])
+            _write(want, inputs[one.name], one.pad)
+            assert same_bits(static.views[one.name], want), (step, one.name)
+    assert len(static._route(tuple(dtypes))._device_copies._made) == 3, "the joint way was taken"
+    own = {**inputs, "a": static.views["f"][:n, :m]}
+    kept = own["a"].clone()
+    static.fill(own)
+    assert same_bits(static.views["a"][:n, :m].contiguous(), kept)

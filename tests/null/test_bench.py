@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -325,8 +325,9 @@ def test_both_loops_are_measured_idle_and_busy(run: Run, bench: ModuleType, monk
             host, device = row[state]["host"], row[state]["device"]
             assert host["arrival_ms"]["n"] == device["arrival_ms"]["n"] == 11
             assert device["device_ms"]["n"] == 10 and "device_ms" not in host
-            assert all(part["cpu_ms_per_call"] > 0 for part in (host, device))
-            assert ("cpu_us_per_step" in device) == ("cpu_us_per_step" in host) == (state == "idle")
+            for part in (host, device):
+                assert part["cpu_ms_per_call"] > 0 and part["waiting_ms_per_call"] >= 0
+                assert ("cpu_us_per_step" in part) == ("waiting_us_per_step" in part) == (state == "idle")
             assert row[state]["ratio_host_device"] > 0
     assert "cancelled within steps" in printed and "gates green" in printed
 
@@ -335,6 +336,48 @@ def test_a_loop_that_did_not_run_on_the_device_is_not_timed(run: Run) -> None:
     status, printed, result = run("bench_loop", LOOP)
     assert status == 1 and "no device loop" in printed and "0 of 11 steps looped" in printed
     assert not compared(result) and not any("idle" in row for row in result["rows"])
+
+
+def test_long_calls_that_are_wrong_are_not_timed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's 15th step is wrong: beyond the calls that the gate looks at first."""
+
+    def spoil(launcher: Any, ring: Any, state: torch.Tensor) -> None:
+        if state[0] == 15:
+            ring.tokens[14] ^= 1
+
+    installed(monkeypatch).after_step = spoil
+    status, printed, result = run("bench_loop", LOOP)
+    assert status == 1 and "tokens of the two loops' long calls differ" in printed
+    assert not compared(result) and not any("idle" in row for row in result["rows"])
+
+
+def test_what_a_step_costs_is_the_difference_of_two_calls(scripts: Callable[[str], ModuleType]) -> None:
+    calls = [{"cpu_ms_per_call": cost, "waiting_ms_per_call": 2 * cost} for cost in (5.0, 5.896)]
+    assert scripts("bench_loop").per_step(*calls, 896) == {"cpu_us_per_step": 1.0, "waiting_us_per_step": 2.0}
+
+
+@pytest.mark.parametrize("long", ["12", "1026"])
+def test_a_long_call_is_longer_than_the_others_and_one_run(
+    scripts: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str], long: str
+) -> None:
+    with pytest.raises(SystemExit):
+        scripts("bench_loop").main([*LOOP, "--long", long])
+    assert f"--long: given {long}, expected more than --tokens and at most 1025" in capsys.readouterr().err
+
+
+def test_polling_is_taken_out_of_a_calls_cpu_time(
+    scripts: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One second of CPU to launch, two looks of three without news, five seconds to take the tokens."""
+    made = scripts("bench_loop")
+    clock, runs = iter([0.0, 1.0, 4.0, 7.0, 12.0]), iter([7, 7, 7, None])  # runs: in flight after each step
+    monkeypatch.setattr(made.time, "thread_time", lambda: next(clock))
+    engine = SimpleNamespace(_run=None, _accept=None)
+    engine.step = lambda: setattr(engine, "_run", next(runs))
+    waiting = made.Waiting(SimpleNamespace(_engine=engine), "device")
+    for _ in range(4):
+        engine.step()
+    assert waiting.seconds == 6.0
 
 
 STRATEGIES = ["--device", "cpu", "--model", "random:tiny", "--peers", "none", "--batches", "1", "--prompt", "5"]

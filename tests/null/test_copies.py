@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bucketgraph.copies import SMALL, DeviceCopies, HostCopies, Padding, Prepared
-from bucketgraph.executables.family import Family
+from bucketgraph.executables.family import CurrentStream, Family
 from bucketgraph.slots import Slot, _write
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -61,8 +61,31 @@ def test_joint_copies_equal_single_ones_bit_by_bit(seed: int) -> None:
 
 def test_shapes_that_come_once_are_not_prepared() -> None:
     made: list[int] = []
-    prepared = Prepared[int, int](lambda key: (made.append(key), key)[1])
-    assert [prepared.get(key) for key in (1, 2, 1, 1)] == [None, None, 1, 1] and made == [1]
+    prepared = Prepared[int, int]()
+
+    def make(key: int) -> int:
+        made.append(key)
+        return key
+
+    assert [prepared.get(key, make) for key in (1, 2, 1, 1)] == [None, None, 1, 1] and made == [1]
+
+
+def test_padding_of_minus_zero_is_not_zeros() -> None:
+    slots = [Slot("a", (4,), torch.float32, pad) for pad in (0.0, -0.0)]
+    padding = Padding(slots, 16, torch.device("cpu"))
+    assert [padding.of(slot, (2,)).signbit().tolist() for slot in slots] == [[False] * 2, [True] * 2]
+
+
+def test_a_device_is_asked_for_its_stream_object_only_when_the_stream_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handles, asked = iter([0, 0, 7, 7, 0]), []
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: next(handles), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: (asked.append(device), f"stream {len(asked)}")[1])
+    current = CurrentStream(torch.device("cuda", 3))
+    found = [current() for _ in range(5)]
+    assert found == [(0, "stream 1"), (0, "stream 1"), (7, "stream 2"), (7, "stream 2"), (0, "stream 3")]
+    assert asked == [torch.device("cuda", 3)] * 3
 
 
 @pytest.mark.parametrize("fails", [False, True])

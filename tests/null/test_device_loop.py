@@ -20,6 +20,7 @@ from bucketgraph.errors import ConfigError, DeviceError, InputError
 from bucketgraph.llm.device_loop import PAUSE, Run
 from bucketgraph.llm.device_loop import loop as loop_module
 from bucketgraph.llm.device_loop.ring import Ring
+from bucketgraph.llm.request import Request
 
 COUNT = 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT)
@@ -185,6 +186,66 @@ def test_a_stop_string_ends_a_row_and_the_others_go_on(device: Device) -> None:
     assert [one.outputs for one in ours] == [other.outputs for other in theirs]
     assert ours[0].outputs[0].finish_reason == "stop" and ours[1].outputs == whole[1].outputs
     assert is_idle(llms[1])
+
+
+@pytest.mark.parametrize("limit", [7, 30])
+def test_many_tokens_at_once_mean_what_they_mean_one_by_one(limit: int) -> None:
+    """Ends of all kinds, too early ones, and text, however the tokens are cut into parts."""
+    ids = [65, 66, 10, 67, 65, 66, 68, 96, 67, 68, 69, 70, 71, 72, 73]
+    cases: list[dict[str, Any]] = [
+        {},
+        {"stop_token_ids": [68, 66]},
+        {"stop_token_ids": [68, 66], "min_tokens": 3},
+        {"stop_token_ids": [96]},
+        {"ignore_eos": True, "min_tokens": 5},
+        {"min_tokens": 9, "max_tokens": 30},
+        {"stop": ["BD", "ABC", "DEFGX"], "ignore_eos": True},
+        {"stop": ["AB", "CD"], "min_tokens": 2, "include_stop_str_in_output": True},
+        {"stop": ["BC", "EFG"], "stop_token_ids": [71], "ignore_eos": True, "min_tokens": 5},
+    ]
+    llm = tiny_llm(buckets(batch=[1]), tiny(eos_token_ids=(96,)), tokenizer=Letters(), warmup=False)  # type: ignore[arg-type]
+    engine = llm._engine
+
+    def fed(params: SamplingParams, size: int) -> Request:
+        request = Request([1, 2], params, 0, limit=2 + limit)
+        engine._running.append(request)
+        for start in range(0, len(ids), size):
+            if not request.done:
+                engine._finish_or_go_on(request, ids[start : start + size])
+        assert request.text == "".join(delta.text for delta in request.deltas)
+        assert request.output_ids == [token for delta in request.deltas for token in delta.token_ids]
+        assert request.deltas[-1].finish_reason == request.finish_reason
+        assert (request not in engine._running) == (request not in engine._streams) == request.done
+        if not request.done:
+            engine._leave(request)
+        return request
+
+    ends = set()
+    for case in cases:
+        params = SamplingParams(**{"max_tokens": limit, **case})
+        one, *others = (fed(params, size) for size in (1, 2, 5, len(ids)))
+        ends.add((one.finish_reason, one.stop_reason))
+        for other in others:
+            for name in ("output_ids", "text", "finish_reason", "stop_reason"):
+                assert getattr(other, name) == getattr(one, name), (case, name)
+    late = {("stop", None), ("stop", 96), ("stop", "BD"), ("stop", "CD"), ("stop", "EFG")}
+    assert ends >= {("stop", 66), *({("length", None)} if limit == 7 else late)}
+
+
+def test_a_request_is_done_only_when_all_of_it_is_there() -> None:
+    """Its caller looks without the lock."""
+
+    class Watched(Request):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "finish_reason" and value is not None:
+                assert self.tokens == [1, 5] and self.deltas[-1].finish_reason == value
+            super().__setattr__(name, value)
+
+    engine = tiny_llm(buckets(batch=[1]), warmup=False)._engine
+    request = Watched([1], GREEDY, 0, limit=2)
+    engine._running.append(request)
+    engine._finish_or_go_on(request, [5, 6])
+    assert request.done
 
 
 # -- streams, and others beside a run ----------------------------------------------------------------------------------
@@ -356,16 +417,39 @@ def test_one_who_waits_for_the_end_looks_ever_less_often(device: Device) -> None
     assert 0 < soon < later < run.pause(reading=False) == 1e-3
 
 
-def test_one_who_reads_along_looks_again_after_half_a_step() -> None:
+def test_one_who_reads_along_looks_again_after_half_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 1.6 ms by the device's clock, after two slow ones that are forgotten."""
+    now = 50.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     ring = Ring(1, False)
+    ring.stamps[:12] = torch.tensor([0, 10**8, 2 * 10**8, *(2 * 10**8 + 1_600_000 * step for step in range(1, 10))])
+    ring.clear()
     run = Run(ring, None, None, [])  # type: ignore[arg-type]
     assert run.pause(reading=True) == PAUSE, "the pace is not known yet"
-    ring.stamps[:4] = torch.arange(4) * 1_000_000  # ns: a step takes 1 ms
-    run.steps = 4
-    run._news = time.perf_counter()
-    assert ring.pace(4) == pytest.approx(1e-3) and 3e-4 < run.pause(reading=True) <= 5e-4
-    run._news -= 1.0
+    for steps, pause in ((1, PAUSE), (2, 1e-3), (12, 8e-4)):
+        ring.published[0] = 2 * steps
+        assert run.poll() and run.pause(reading=True) == pytest.approx(pause)
+    now += 5e-4
+    assert not run.poll() and run.pause(reading=True) == pytest.approx(3e-4), "since the news, not since the last look"
+    now += 1.0
     assert run.pause(reading=True) == PAUSE
+
+
+def test_what_is_new_is_taken_by_slices() -> None:
+    """Ended rows are padding from then on; a dropped one and steps that are not published are not taken."""
+    requests = [Request([1], GREEDY, row) for row in range(4)]
+    ring = Ring(8, False, steps=8)
+    ring.tokens[:] = torch.arange(64).view(8, 8)
+    ring.tokens[3:, 1] = ring.tokens[:, 2] = -1
+    ring.clear()
+    run = Run(ring, None, None, requests)  # type: ignore[arg-type]
+    run.drop(requests[3])
+    assert run.take() == []
+    ring.published[0] = 2 * 5
+    assert run.poll() and run.take() == [(requests[0], [0, 8, 16, 24, 32]), (requests[1], [1, 9, 17])]
+    ring.published[0] = 2 * 7 + 1
+    assert run.poll() and run.over and run.take() == [(requests[0], [40, 48])]
+    assert run.counts() == {3: 3, 2: 4}
 
 
 # -- the host loop instead ---------------------------------------------------------------------------------------------

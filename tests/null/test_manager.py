@@ -333,6 +333,23 @@ def test_a_call_that_raises_is_counted_as_that_and_as_no_hit() -> None:
     assert stats.outcomes == {"raised": 1, "replayed": 1} and sum(row.hits for row in stats.buckets) == 1
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranges_of_profilers_are_closed_however_a_call_ends(fails: bool) -> None:
+    def touchy(x: Tensor, n: Tensor) -> dict[str, Tensor]:
+        if x.isnan().any():
+            raise ZeroDivisionError("not today")
+        return twice(x, n)
+
+    manager, steps = warm(touchy), []
+    manager._push, manager._pop = steps.append, lambda: steps.append("pop")
+    try:
+        manager(x=torch.full((2, 4, 3), float("nan") if fails else 1.0), n=torch.ones(2, dtype=torch.int64))
+    except ZeroDivisionError:
+        assert fails
+    names = ["fill", "replay"] if fails else ["fill", "replay", "read"]
+    assert steps == [step for name in names for step in (f"bucketgraph.{name}", "pop")]
+
+
 @settings(max_examples=15)
 @given(
     st.lists(st.tuples(st.integers(1, 11), st.integers(1, 10)), min_size=1, max_size=8),

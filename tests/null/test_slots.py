@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import random
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 from types import SimpleNamespace
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import given, settings  # noqa: E402
@@ -146,6 +150,114 @@ def test_host_inputs_go_through_staging_in_merged_copies_and_staging_is_reset_to
         static.fill({name: torch.full((1 + step % 3,), float(step)) for name in "abc"})
         for name in "abc":
             assert static.views[name].tolist() == [float(step)] * (1 + step % 3) + [0.0] * (3 - step % 3)
+
+
+# -- inputs on the device: the same path, with CPU tensors that are said to lie there ----------------------------------
+
+
+def on_device(static: StaticInputs, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    monkeypatch.setattr(static, "_there", lambda inputs: tuple([name for name in inputs if name in names]))
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that wrote something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            self.writes.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_device_inputs_and_their_padding_are_one_operation_for_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes = ["float32"] * 8 + ["bfloat16", "int64"]
+    slots = [slot(f"x{number}", ["n", 3], dtype, 7) for number, dtype in enumerate(dtypes)]
+    space = bucket(n=6)
+    static = StaticInputs(slots, space, staged_arena(slots, [space]))
+    on_device(static, monkeypatch, *static.views)
+    for n in (4, 4, 6, 6, 4, 6):
+        static._arena.device_bytes.fill_(0xFF)
+        inputs = {one.name: torch.randn(n, 3).to(one.dtype) for one in slots}
+        with Operations() as seen:
+            static.fill(inputs)
+        for name, view in static.views.items():
+            assert torch.equal(view[:n], inputs[name]) and (view[n:] == 7).all()
+    assert seen.writes == ["_foreach_copy_.default"] * 3
+
+
+def test_what_lies_in_the_slots_is_copied_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, space = [slot(name, ["n"]) for name in "ab"], bucket(n=4)
+    static = StaticInputs(slots, space, staged_arena(slots, [space]))
+    on_device(static, monkeypatch, "a", "b")
+    a, b = static.views["a"], static.views["b"]
+    for _ in range(4):
+        a.copy_(torch.arange(4.0))
+        b.fill_(9.0)
+        static.fill({"a": b, "b": a})  # `a` is written first
+        assert a.tolist() == b.tolist() == [9.0] * 4
+        static.fill({"a": a, "b": torch.arange(3.0)})
+        assert a.tolist() == [9.0] * 4 and b.tolist() == [0.0, 1.0, 2.0, 0.0]
+        with pytest.raises(RuntimeError, match="single memory location"):
+            static.fill({"a": a[1:], "b": torch.zeros(3)})  # overlaps in part: refused, as ever
+
+
+def test_inputs_on_both_sides_any_layout_and_bound_ones_fill_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = {"a": "zero", "b": 3, "c": "repeat_last", "d": 1}
+    slots = [slot(name, ["n", "m"], "float16" if name == "b" else "float32", rule) for name, rule in rules.items()]
+    space = bucket(n=3, m=4)
+    static = StaticInputs(slots, space, staged_arena(slots, [space]))
+    generator = random.Random(0)
+    for _ in range(400):
+        real = generator.randint(1, 3), generator.randint(1, 4)
+        inputs = {one.name: torch.randn(real[::-1]).t().to(one.dtype) for one in slots}
+        inputs = {name: t if generator.random() < 0.3 else t.contiguous() for name, t in inputs.items()}
+        there = [name for name in rules if generator.random() < 0.6]
+        bound = {name: 0 for name in there if generator.random() < 0.2}
+        on_device(static, monkeypatch, *there)
+        static._arena.device_bytes.fill_(0xFF)
+        static.fill(inputs, bound)
+        for one in slots:
+            want = padded(inputs[one.name].numpy(), (3, 4), one.pad)
+            if one.name in bound:
+                assert static.views[one.name].isnan().all(), "left alone"
+            else:
+                assert np.array_equal(static.views[one.name].numpy(), want)
+
+
+@pytest.mark.parametrize("there", ["", "x"])
+def test_slots_take_no_gradients_over(there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, space = slot("x", ["n"]), bucket(n=3)
+    static = StaticInputs([one], space, staged_arena([one], [space]))
+    on_device(static, monkeypatch, there)
+    for _ in range(6):
+        static.fill({"x": torch.ones(2, requires_grad=True)})
+        assert static.views["x"].tolist() == [1.0, 1.0, 0.0] and not static.views["x"].requires_grad
+        assert not any(buffer.requires_grad for buffer in static._arena.staging)
+
+
+def test_static_memory_is_given_back_without_the_garbage_collector() -> None:
+    slots, space = [slot("a", ["n"]), slot("b", ["n"])], bucket(n=4)
+    arena = Arena(slots, [space], CPU)
+    arena.staging = tuple(torch.zeros_like(arena.device_bytes) for _ in range(2))
+    arena.filled = [None, None]
+    arena._events = (SimpleNamespace(synchronize=lambda: None, record=lambda *_: None),) * 2  # type: ignore[assignment]
+    arena._stream = lambda: (0, None)  # type: ignore[assignment, return-value]
+    static = StaticInputs(slots, space, arena)
+    static._there = lambda inputs: ("b",)  # type: ignore[method-assign]
+    for _ in range(6):
+        static.fill({"a": torch.ones(3), "b": torch.ones(2)})
+    held = weakref.ref(arena)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        del arena, static
+        assert held() is None
+    finally:
+        if collects:
+            gc.enable()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64", "bool", "uint8", "int64"])

@@ -14,7 +14,7 @@ from bucketgraph.llm.device_loop.ring import Ring
 from bucketgraph.llm.request import Request
 
 PAUSE = 3e-5  # seconds between two looks, at least
-LONGEST_PAUSE = 1e-3
+LONGEST_PAUSE = 1e-3  # seconds
 ASK_EVERY = 64  # looks without news, till the device itself is asked
 
 
