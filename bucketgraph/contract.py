@@ -42,12 +42,13 @@ class Contract:
         self._objects = [_get(container, key) for container, key in self._slots]
         held = [(name, item) for name, item in zip(self._names, self._objects, strict=True) if isinstance(item, Tensor)]
         self.tensors: dict[str, Tensor] = dict(held)
-        self._tensors = list(self.tensors.values())
+        # Once each, whatever names it has: torch's guards refuse a tensor that they are given twice.
+        self._tensors = list({id(tensor): tensor for tensor in self.tensors.values()}.values())
         self._tell_apart()
         self._record()
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self.tensors)
 
     def _tell_apart(self) -> None:
         """Which containers are compared whole, and which places one by one.
@@ -120,7 +121,9 @@ class Contract:
                 return StaleError(
                     f"{name} {kind} after it was captured", given=_describe(now), expected=_describe(was), hint=hint
                 )
-        for (name, tensor), address, layout in zip(self.tensors.items(), self._addresses, self._layouts, strict=True):
+        kept = {id(t): facts for t, *facts in zip(self._tensors, self._addresses, self._layouts, strict=True)}
+        for name, tensor in self.tensors.items():
+            address, layout = kept[id(tensor)]
             if (tensor.data_ptr(), _layout(tensor)) != (address, layout):
                 shape, stride, dtype, device = layout
                 return StaleError(

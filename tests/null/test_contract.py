@@ -231,6 +231,33 @@ def test_recapture_by_policy_serves_the_new_weights() -> None:
     assert manager.stats().fallbacks == {"recaptured:stale": 1}, "captured again once, not on every call"
 
 
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_tensor_of_two_names_is_compared_once_and_recorded_once(
+    monkeypatch: pytest.MonkeyPatch, grad: bool, inference: bool
+) -> None:
+    model = nn.Module()
+    model.embed, model.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+    model.head.weight = model.embed.weight
+    contract, recorded = Contract(model.eval(), {"alias": model.embed.weight}), 0
+    record = contract._record
+
+    def counted() -> None:
+        nonlocal recorded
+        recorded += 1
+        record()
+
+    monkeypatch.setattr(contract, "_record", counted)
+    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        for _ in range(3):
+            contract.check()
+    assert recorded <= 1, "the first look may be in another mode of gradients; no other one records anew"
+    assert set(contract.tensors) == {"embed.weight", "head.weight", "alias"}
+    model.embed.weight.data = torch.zeros(4, 3)
+    with pytest.raises(StaleError, match=r"embed.weight was moved"):
+        contract.check()
+
+
 def test_comparing_300_tensors_does_not_grow_into_milliseconds() -> None:
     contract = Contract(nn.Sequential(*(nn.Linear(2, 2) for _ in range(150))))
     assert len(contract) == 300
