@@ -129,6 +129,7 @@ class LanguageModel:
         query_ends: Tensor,  # [requests]
         kv_lens: Tensor,  # [requests]
         block_tables: Tensor,  # [requests, width]
+        projections: Projections | None = None,
         **sampling: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """The next token of each request `[requests]` and its logits `[requests, vocab]`, from its last row."""
@@ -140,10 +141,10 @@ class LanguageModel:
             attended = self._ops.prefill_attention(q, k, v, block_tables, query_ends, kv_lens, self._scale)
             return attended.flatten(1)  # type: ignore[no-any-return]
 
-        hidden = self._layers(input_ids, attend, self._prefill)
+        hidden = self._layers(input_ids, attend, projections or self._prefill)
         last = (query_ends - 1).clamp_min(0)  # an empty or padded request reads a row that is there, and is ignored
         # Few rows in either phase, so the head is decode's.
-        return self._next(hidden.index_select(0, last), self._decode, kv_lens, sampling)
+        return self._next(hidden.index_select(0, last), projections or self._decode, kv_lens, sampling)
 
     def decode(
         self,
@@ -179,15 +180,15 @@ class LanguageModel:
 
         return self._next(self._layers(input_ids, attend, projections), projections, kv_lens, sampling)
 
-    def decode_variants(self, rows: int) -> dict[str, Callable[..., Any]]:
-        """Functions equal to `decode` but for rounding, by name: what may serve a bucket of `rows`, the default first.
+    def variants(self, phase: Callable[..., Any], rows: int) -> dict[str, Callable[..., Any]]:
+        """Functions equal to `prefill` or `decode` but for rounding, by name: what may serve a bucket of `rows`.
 
-        `fast` numerics on a GPU, and few rows; else none.
+        `fast` numerics on a GPU, and few rows, the default first; else none.
         """
         if rows > FUSED_ROWS:
             return {}
         mixes = {**self.mixes, **(self.streamed_mixes if rows <= STREAMED_ROWS else {})}
-        return {name: partial(self.decode, projections=mix) for name, mix in mixes.items()}
+        return {name: partial(phase, projections=mix) for name, mix in mixes.items()}
 
     def _layers(self, input_ids: Tensor, attend: Attend, by: Projections) -> Tensor:
         """All layers' sum `[rows, H]`, before the final norm."""

@@ -53,7 +53,7 @@ class Runner:
                 phase,
                 family=family,
                 example=example,
-                variants=lambda bucket: model.decode_variants(bucket.sizes[0]) if name == "decode" else {},
+                variants=lambda bucket: model.variants(fn, max(bucket.sizes)),
                 around_step=self._examples.step,
                 name=name,
                 warmup=policy,
