@@ -121,9 +121,9 @@ class Contract:
                 return StaleError(
                     f"{name} {kind} after it was captured", given=_describe(now), expected=_describe(was), hint=hint
                 )
-        kept = {id(t): facts for t, *facts in zip(self._tensors, self._addresses, self._layouts, strict=True)}
+        place = {id(tensor): index for index, tensor in enumerate(self._tensors)}
         for name, tensor in self.tensors.items():
-            address, layout = kept[id(tensor)]
+            address, layout = self._addresses[place[id(tensor)]], self._layouts[place[id(tensor)]]
             if (tensor.data_ptr(), _layout(tensor)) != (address, layout):
                 shape, stride, dtype, device = layout
                 return StaleError(

@@ -555,6 +555,11 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in names(text)]
 
 
+def pairs(text: str) -> list[tuple[int, int]]:
+    """`64x2048,...`"""
+    return [(int(first), int(second)) for first, second in (part.split("x") for part in names(text))]
+
+
 def cell(value: object, digits: int = 3) -> str:
     if value is None:
         return "-"

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """One decode step, from embedding to sampled token: random weights of a released shape, requests deep in their context.
 
-    scripts/bench_decode.py [--shapes llama-3.2-1b,...] [--batches 1,8,64] [--context 512] [--peers none|quick|all]
-                            [--what step,matmul] [--plot FILE.png] [--out DIR]
+    scripts/bench_decode.py [--shapes llama-3.2-1b,...] [--batches 1,8,64] [--context 512] [--also 64x2048]
+                            [--peers none|quick|all] [--what step,matmul] [--plot FILE.png] [--out DIR]
 
 Two times a row: of the graph on the GPU (filled once, replayed many times between events) and of a token as the caller
 of `Runner.decode` sees it, fetched to the host; `computed` is taken back each time, so the context stays. The limit is
@@ -208,36 +208,45 @@ def measure_shape(
     weights = random_weights(config, torch.bfloat16, device)
     model = bench.cases().transformers_twin(config, weights) if args.peers != "none" else None
     rows: list[Row] = []
+    points = [*((batch, args.context) for batch in args.batches), *args.also]
     for numerics in green:
         llm = bench.serve(
             config,
             weights,
             numerics,
             tokens=[64],
-            batches=args.batches,
+            batches=list(dict(points)),
             max_model_len=min(args.max_model_len, config.max_position_embeddings),
             page_size=args.page_size,
-            live=max(args.batches) * (args.context + 1 + args.page_size),
+            live=max(batch * (context + 1 + args.page_size) for batch, context in points),
         )
         with llm, gate.guard(f"{shape}, {numerics}"):
             gate.require(not bench.failed(llm), f"{shape}, {numerics}: {bench.failed(llm)}")
             bench.fill_cache(llm)
-            for batch in args.batches:
-                with gate.guard(f"{shape}, batch {batch}, {numerics}"):
-                    twin = model if numerics == green[0] else None
-                    rows += measure_batch(shape, llm, twin, numerics, batch, rates, args, gate)
+            for batch, context in points:
+                with gate.guard(f"{shape}, batch {batch} x {context}, {numerics}"):
+                    twin = model if numerics == green[0] and (batch, context) not in args.also else None
+                    rows += measure_batch(shape, llm, twin, numerics, batch, context, rates, args, gate)
                 keep(rows)
         del llm
         bench.release_memory(device)
 
 
 def measure_batch(
-    shape: str, llm: LLM, model: Any, numerics: str, batch: int, rates: Rates, args: Namespace, gate: Gate
+    shape: str,
+    llm: LLM,
+    model: Any,
+    numerics: str,
+    batch: int,
+    context: int,
+    rates: Rates,
+    args: Namespace,
+    gate: Gate,
 ) -> list[Row]:
-    work, rows = bench.decode_work(llm.config, batch, args.context), []
+    work, rows = bench.decode_work(llm.config, batch, context), []
     for sampling in args.sampling:
-        row: Row = {"shape": shape, "batch": batch, "context": args.context, "sampling": sampling, "numerics": numerics}
-        requests = bench.held(llm, batch, args.context + 1, args.context, SAMPLING[sampling])
+        row: Row = {"shape": shape, "batch": batch, "context": context, "sampling": sampling, "numerics": numerics}
+        requests = bench.held(llm, batch, context + 1, context, SAMPLING[sampling])
         try:
             equal, logits = first_step(llm, requests)
             row |= {"graph_equals_eager": equal, **work.row(rates), **ours(llm, requests, args.repeats)}
@@ -246,18 +255,30 @@ def measure_batch(
             bench.let_go(llm, requests)
         judge(row, gate)
         rows.append(row)
-        name = f"{shape}, batch {batch}, {numerics}, {sampling}"
+        name = f"{shape}, batch {batch} x {context}, {numerics}, {sampling}"
         print(f"  {name}: {row['gpu_ms']}, wall {row['wall_ms']}, {row['variants_ms']}", flush=True)
     return rows
 
 
 def show(rows: Sequence[Row], matmuls: Sequence[Row]) -> None:
-    heads = ("shape", "batch", "numerics", "sampling", "limit ms", "GPU ms", "share", "wall ms", "p99", "wall share")
+    heads = (
+        "shape",
+        "batch",
+        "context",
+        "numerics",
+        "sampling",
+        "limit ms",
+        "GPU ms",
+        "share",
+        "wall ms",
+        "p99",
+        "wall share",
+    )
     bench.table(
         heads,
         [
             (
-                *(row[key] for key in ("shape", "batch", "numerics", "sampling", "limit_ms")),
+                *(row[key] for key in ("shape", "batch", "context", "numerics", "sampling", "limit_ms")),
                 row["gpu_ms"]["p50"],
                 row.get("share_of_limit"),
                 row["wall_ms"]["p50"],
@@ -289,8 +310,9 @@ def panels(rows: Sequence[Row]) -> list[bench.Panel]:
     """GPU time over batch for each shape, with the greedy rows and the peers."""
     found = []
     rows = [row for row in rows if "share_of_limit" in row]
+    rows = [row for row in rows if (row["sampling"], row["context"]) == (rows[0]["sampling"], rows[0]["context"])]
     for shape in dict.fromkeys(row["shape"] for row in rows):
-        mine = [row for row in rows if row["shape"] == shape and row["sampling"] == rows[0]["sampling"]]
+        mine = [row for row in rows if row["shape"] == shape]
         lines: dict[str, list[tuple[float, float]]] = {}
         for row in mine:
             lines.setdefault(f"{row['numerics']}, GPU", []).append((row["batch"], row["gpu_ms"]["p50"]))
@@ -309,6 +331,7 @@ def arguments(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has, to try the script")
     parser.add_argument("--batches", type=bench.numbers, default="1,8,64")
     parser.add_argument("--context", type=int, default=512, help="tokens in the cache before the step")
+    parser.add_argument("--also", type=bench.pairs, default="64x2048", help="more batches, by context; without peers")
     parser.add_argument("--numerics", type=bench.names, default="fast,invariant")
     parser.add_argument("--sampling", type=bench.names, default="greedy,top-p")
     parser.add_argument("--what", type=bench.names, default="step", help="step, matmul")

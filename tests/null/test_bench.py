@@ -22,7 +22,8 @@ from bucketgraph.llm.weights import random_weights
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 COMMON = ["--device", "cpu", "--shapes", "tiny", "--repeats", "5", "--numerics", "fast"]
-DECODE = [*COMMON, "--context", "20", "--batches", "1,3", "--max-model-len", "64", "--sampling", "greedy"]
+DECODE = [*COMMON, "--context", "20", "--batches", "1,3", "--also", "2x30", "--max-model-len", "64"]
+DECODE += ["--sampling", "greedy"]
 BOTH = ["--numerics", "fast,invariant", "--sampling", "greedy,top-p"]
 MODEL = [*COMMON, "--what", "model", "--tokens", "64"]
 ATTENTION = ["--device", "cpu", "--what", "attention", "--tokens", "64", "--pages", "16"]
@@ -172,6 +173,10 @@ def test_a_green_run_compares_with_limit_and_peers(
     status, printed, result = run(script, arguments)
     assert status == 0 and "gates green" in printed and not result["red"]
     assert names <= compared(result)
+    if script == "bench_decode" and "matmul" not in arguments:
+        rows = [row for row in result["rows"] if (row["numerics"], row["sampling"]) == ("fast", "greedy")]
+        points = [(row["batch"], row["context"], bool(row["peers"])) for row in rows]
+        assert points == [(1, 20, True), (3, 20, True), (2, 30, False)]
     assert result["limit_formula"] and "commit" in result["environment"]
 
 
@@ -248,7 +253,7 @@ def test_a_failure_in_the_middle_is_red_and_keeps_what_was_measured(
 
     monkeypatch.setattr(module, "ours", failing)
     status, _, result = run("bench_decode", [*DECODE, "--peers", "none"])
-    assert status == 1 and [row["batch"] for row in result["rows"]] == [1]
+    assert status == 1 and [row["batch"] for row in result["rows"]] == [1, 2]
     assert len(result["red"]) == 1 and "out of memory" in result["red"][0]
 
 
@@ -274,7 +279,7 @@ def test_shares_and_ratios_say_which_over_which(
     decode.show([row], [])
     lines = capsys.readouterr().out.splitlines()
     assert len({len(line) for line in lines[:2]}) == 1
-    assert lines[1].split() == ["s", "1", "fast", "greedy", "1.000", "2.000", "0.500", "2.500", "3.000", "0.400"]
+    assert lines[1].split() == ["s", "1", "9", "fast", "greedy", "1.000", "2.000", "0.500", "2.500", "3.000", "0.400"]
     assert gate.conclude() == 0
 
 
@@ -285,7 +290,7 @@ def test_a_red_row_is_shown_with_dashes(
     decode.judge(row, gate)
     decode.show([row], [])
     line = capsys.readouterr().out.splitlines()[1].split()
-    assert line[6] == line[9] == "-" and gate.conclude() == 1
+    assert line[7] == line[10] == "-" and gate.conclude() == 1
     assert decode.panels([row]) == []
 
 
