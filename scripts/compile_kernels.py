@@ -110,8 +110,9 @@ def attention(op: str, dim: int, page: int, dtype: torch.dtype, heads: int, kv_h
         for norm, pdl in ((None, False), (torch.empty(dim, dtype=dtype), True)):
             triton_ops.decode_attention(*args, norm, norm, pdl=pdl)
     else:
-        for tma in (False, *(page % 64 == 0 and dim in (64, 128) and dtype != torch.float32) * (True,)):
-            triton_ops.prefill_attention(q, cache, cache, table, lens, lens, 1.0, tma=tma)
+        whole_tiles = page % 64 == 0 and dim in (64, 128) and dtype != torch.float32
+        for tma, pdl in ((False, False), (True, True) if whole_tiles else (False, True)):
+            triton_ops.prefill_attention(q, cache, cache, table, lens, lens, 1.0, tma=tma, pdl=pdl)
 
 
 def rope(dim: int, page: int, dtype: torch.dtype, norm: bool) -> None:
@@ -119,7 +120,8 @@ def rope(dim: int, page: int, dtype: torch.dtype, norm: bool) -> None:
     index, slots = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     weight = torch.ones(dim, dtype=dtype) if norm else None
     qkv = torch.empty(1, (32 + 16) * dim, dtype=dtype)
-    triton_ops.rope_and_write(qkv, index, torch.empty(4, dim), cache, cache, slots, 32, weight, weight)
+    for pdl in (False, True):
+        triton_ops.rope_and_write(qkv, index, torch.empty(4, dim), cache, cache, slots, 32, weight, weight, pdl=pdl)
 
 
 def norms(width: int, dtype: torch.dtype) -> None:
@@ -214,10 +216,11 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             lambda b=rows, t=dtype, p=pdl: skinny(b, (2048, 8192, 3072, 2048), 128256, t, p),
         )
     for width, dtype in ((8192, bf16), (1536, bf16), (8192, fp32)):
-        yield (
-            f"swiglu {dtype} F={width}",
-            lambda w=width, t=dtype: triton_ops.swiglu(torch.empty(1, 2 * w, dtype=t)),
-        )
+        for pdl in (False, True):
+            yield (
+                f"swiglu {dtype} F={width}{' pdl' if pdl else ''}",
+                lambda w=width, t=dtype, p=pdl: triton_ops.swiglu(torch.empty(1, 2 * w, dtype=t), pdl=p),
+            )
     for vocab, dtype in ((128256, bf16), (151936, bf16), (128256, fp32)):
         yield f"sample {dtype} V={vocab}", lambda v=vocab, t=dtype: sampling(v, t)
     for page in (16, 64):

@@ -14,8 +14,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import checks
+from . import pdl as chain
 from .paging import FLOOR, tile_pages, tile_pointers
-from .pdl import pdl_supported
 
 SEARCH = 128  # request slots per step of the owner search
 
@@ -120,7 +120,9 @@ def _prefill(
     STAGES: tl.constexpr,
     SEARCH: tl.constexpr,
     TMA: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    chain.launch_dependents(PDL)
     GROUP: tl.constexpr = HQ // HK
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     # Last blocks first: the late blocks of a request read most of the KV, and a heavy tail would leave SMs idle.
@@ -131,6 +133,7 @@ def _prefill(
     end = tl.load(query_ends + owner, mask=owner < requests, other=tokens)
     kv_len = tl.load(kv_lens + owner, mask=owner < requests, other=0)
     first = start + (block - start // BLOCK_Q - owner) * BLOCK_Q
+    chain.wait(PDL)
     if first >= end:
         return
 
@@ -186,14 +189,15 @@ def prefill_attention(
     *,
     tma: bool | None = None,
     tile: tuple[int, int, int, int] | None = None,
+    pdl: bool = False,
 ) -> Tensor:
     """Causal attention of packed rows `q [T, Hq, D]` over their requests' pages; `[T, Hq, D]`, zeros in pad rows.
 
     Request r owns rows `query_ends[r-1] .. query_ends[r]`, the last of its `kv_lens[r]` tokens. `query_ends [R]` and
     `kv_lens [R]` are int32; padded request slots repeat the last end and have length 0. Caches are
     `[pages, Hk, page_size, D]`, `block_tables [R, W]` int32. `tma`: whole tiles of K and V through tensor descriptors,
-    which needs pages of whole tiles; None where the device has them. `tile` overrides `prefill_tile`. Raises ValueError
-    for shapes, dtypes or strides that do not fit. Method: FlashAttention-2 (Dao, 2023) with grouped heads in the tile.
+    which needs pages of whole tiles; None where the device has them. `tile` overrides `prefill_tile`. `pdl`: as part
+    of a chain (`pdl.py`). Raises ValueError for shapes, dtypes or strides that do not fit. Method: FlashAttention-2 (Dao, 2023) with grouped heads in the tile.
     """
     tokens, heads, dim = q.shape
     requests = query_ends.shape[0]
@@ -211,7 +215,7 @@ def prefill_attention(
     checks.require(group <= 128, f"{heads} query heads on {kv_heads} KV heads: expected at most 128 to one")
     fits = page_size % block_n == 0 and dim == padded and q.dtype != torch.float32 and k_cache.numel() // dim < 2**31
     if tma is None:
-        tma = fits and pdl_supported(q.device)  # the same devices have both
+        tma = fits and chain.pdl_supported(q.device)  # the same devices have both
     checks.require(
         fits or not tma, f"tma: pages of {page_size} are not whole tiles of {block_n} x {padded} half floats"
     )
@@ -219,7 +223,9 @@ def prefill_attention(
     v_rows = TensorDescriptor.from_tensor(v_cache.view(-1, dim), [block_n, dim]) if tma else v_cache
     out = torch.empty_like(q)
     blocks = tokens // (block_m // group) + requests + 1
-    _prefill[(blocks * kv_heads,)](
+    chain.launch(
+        _prefill,
+        (blocks * kv_heads,),
         q,
         k_cache,
         v_cache,
@@ -243,6 +249,8 @@ def prefill_attention(
         STAGES=stages,
         SEARCH=SEARCH,
         TMA=tma,
+        pdl=pdl,
+        lean=False,
         num_warps=warps,
     )
     return out

@@ -21,8 +21,8 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
-    """RMS norm of `x [T, H]`; `pdl` here and below is how a GPU launches, which does not change the result.
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False, lean: bool = True) -> Tensor:
+    """RMS norm of `x [T, H]`; `pdl` here and below, and `lean`, are how a GPU launches: the result is the same.
 
     Normalised in float32, rounded to the dtype, then multiplied by `weight`: the order of transformers' LlamaRMSNorm.
     """
@@ -41,6 +41,8 @@ def rope_and_write(
     q_norm: Tensor | None = None,  # [D]
     k_norm: Tensor | None = None,  # [D]
     eps: float = 1e-6,
+    *,
+    pdl: bool = False,
 ) -> Tensor:
     """Split `qkv`, norm q and k per head if weights are given, rotate both, write k and v; return q `[T, Hq, D]`.
 
@@ -78,6 +80,8 @@ def prefill_attention(
     query_ends: Tensor,  # [R] int32, ascending; padded request slots repeat the last end
     kv_lens: Tensor,  # [R] int32; 0 in padded request slots
     scale: float,
+    *,
+    pdl: bool = False,
 ) -> Tensor:
     """Causal attention of packed requests over their pages; rows that no request owns are zeros.
 
@@ -148,7 +152,7 @@ def linear(
     return product if residual is None else product + residual
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
     """`silu(gate) * up` of `gate_up [T, 2F]`; silu is rounded to the dtype before the product, as in torch."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(_wide(gate)).to(gate_up.dtype) * up

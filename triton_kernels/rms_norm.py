@@ -29,8 +29,8 @@ def _rms_norm(x, weight, y, eps, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.c
     tl.store(y + row + col, (normed * w).to(dtype), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
-    """RMS norm of `x [T, H]` times `weight [H]`. `pdl`: as part of a chain (`pdl.py`).
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False, lean: bool = True) -> Tensor:
+    """RMS norm of `x [T, H]` times `weight [H]`. `pdl`, `lean`: as part of a chain (`pdl.py`).
 
     Raises ValueError for differing dtypes or shapes and for tensors that are not contiguous.
     """
@@ -43,5 +43,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Ten
     y = torch.empty_like(x)
     block = triton.next_power_of_2(width)
     warps = min(max(block // 512, 1), 16)
-    chain.launch(_rms_norm, (rows,), x, weight, y, eps, H=width, BLOCK=block, pdl=pdl, num_warps=warps)
+    constants = {"H": width, "BLOCK": block, "num_warps": warps}
+    chain.launch(_rms_norm, (rows,), x, weight, y, eps, **constants, pdl=pdl, lean=lean)
     return y

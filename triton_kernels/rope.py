@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import checks
+from . import pdl as chain
 
 HEADS_PER_PROGRAM = 16
 
@@ -34,7 +35,9 @@ def _rope_and_write(
     NORM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    chain.launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, HALF)  # HALF is D / 2 padded to a power of two
@@ -44,6 +47,7 @@ def _rope_and_write(
     is_v = (head >= HQ + HK) & (head < HQ + 2 * HK)
     inside = (head < HQ + 2 * HK)[:, None] & in_dim[None, :]
 
+    chain.wait(PDL)
     source = qkv + (token * (HQ + 2 * HK) + head)[:, None] * D + d[None, :]
     x1 = tl.load(source, mask=inside, other=0.0)
     x2 = tl.load(source + D // 2, mask=inside, other=0.0)
@@ -95,12 +99,14 @@ def rope_and_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    *,
+    pdl: bool = False,
 ) -> Tensor:
     """Rotate q and k of `qkv [T, (Hq + 2 Hk) * D]` and write k and v at `slot_mapping [T]`; return q `[T, Hq, D]`.
 
     `positions [T]` int32 index `cos_sin [max_pos, D]` float32 (D/2 cosines, then D/2 sines) and must be in range, pad
     rows too. A slot is `page * page_size + offset`, int64; negative writes nothing. `q_norm`, `k_norm` `[D]`: both or
-    neither. Raises ValueError for shapes, dtypes or strides that do not fit.
+    neither. `pdl`: as part of a chain (`pdl.py`). Raises ValueError for shapes, dtypes or strides that do not fit.
     """
     tokens, width = qkv.shape
     _, kv_heads, page_size, dim = k_cache.shape
@@ -122,7 +128,9 @@ def rope_and_write(
     q = torch.empty((tokens, num_heads, dim), dtype=qkv.dtype, device=qkv.device)
     heads = num_heads + 2 * kv_heads
     block = min(triton.next_power_of_2(heads), HEADS_PER_PROGRAM)
-    _rope_and_write[(tokens, triton.cdiv(heads, block))](
+    chain.launch(
+        _rope_and_write,
+        (tokens, triton.cdiv(heads, block)),
         qkv,
         positions,
         cos_sin,
@@ -140,6 +148,8 @@ def rope_and_write(
         NORM=q_norm is not None,
         BLOCK_H=block,
         HALF=padded // 2,
+        pdl=pdl,
+        lean=False,
         num_warps=4,
     )
     return q

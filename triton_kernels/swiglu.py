@@ -8,22 +8,25 @@ import triton.language as tl
 from torch import Tensor
 
 from . import checks
+from . import pdl as chain
 
 
 @triton.jit
-def _swiglu(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    chain.launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < F
     dtype = out.dtype.element_ty
+    chain.wait(PDL)
     gate = tl.load(gate_up + row * 2 * F + col, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F + F + col, mask=inside, other=0.0).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     tl.store(out + row * F + col, (silu * up).to(dtype), mask=inside)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """`[T, 2F] -> [T, F]`: the silu of the first half of each row times the second half.
+def swiglu(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
+    """`[T, 2F] -> [T, F]`: silu of the first half of each row times the second. `pdl`: as part of a chain (`pdl.py`).
 
     Raises ValueError for an odd width and for tensors that are not contiguous.
     """
@@ -33,5 +36,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
     width = both // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     block = min(triton.next_power_of_2(width), 1024)
-    _swiglu[(rows, triton.cdiv(width, block))](gate_up, out, F=width, BLOCK=block, num_warps=4)
+    grid = rows, triton.cdiv(width, block)
+    chain.launch(_swiglu, grid, gate_up, out, F=width, BLOCK=block, pdl=pdl, lean=False, num_warps=4)
     return out

@@ -105,7 +105,7 @@ class LanguageModel:
         self._scale = config.head_dim**-0.5
         self._pdl = self._ops.pdl_supported(device)
         self._counters = torch.zeros(COUNTED_ROWS * config.num_heads, dtype=torch.int32, device=device)
-        self._prefill = self._decode = Projections.all(Library(self._ops))
+        self._prefill = self._decode = Projections.all(Library(self._ops, self._pdl))
         self._split_size = 0
         # Of the matmuls of a few rows, for warm-up to choose from; the second for still fewer.
         self.mixes: Mapping[str, Projections] = {}
@@ -116,7 +116,7 @@ class LanguageModel:
             # A size of the model's, not of a batch: at most 64 splits of the longest context, in whole tiles.
             self._split_size = max(256, -(-max_model_len // 64 // 64) * 64)
         elif device.type == "cuda":
-            fused, library = Fused(self._ops, self._pdl), Library(self._ops)
+            fused, library = Fused(self._ops, self._pdl), Library(self._ops, self._pdl)
             self.mixes = mixes(fused, library)
             if weights.embed.dtype == torch.bfloat16 and self._ops.streamed_available():
                 self.streamed_mixes = streamed_mixes(Fused(self._ops, self._pdl, "streamed"), fused, library)
@@ -137,9 +137,11 @@ class LanguageModel:
         def attend(qkv: Tensor, index: int) -> Tensor:
             k, v = self.cache.layer(index)
             args = (positions, self._cos_sin, k, v, slot_mapping, self.config.num_heads)
-            q = self._ops.rope_and_write(qkv, *args, *self._head_norms(index))
-            attended = self._ops.prefill_attention(q, k, v, block_tables, query_ends, kv_lens, self._scale)
-            return attended.flatten(1)  # type: ignore[no-any-return]
+            q = self._ops.rope_and_write(qkv, *args, *self._head_norms(index), pdl=self._pdl)
+            attended: Tensor = self._ops.prefill_attention(
+                q, k, v, block_tables, query_ends, kv_lens, self._scale, pdl=self._pdl
+            )
+            return attended.flatten(1)
 
         hidden = self._layers(input_ids, attend, projections or self._prefill)
         last = (query_ends - 1).clamp_min(0)  # an empty or padded request reads a row that is there, and is ignored

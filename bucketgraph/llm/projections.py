@@ -29,20 +29,25 @@ class Projection(Protocol):
 
 
 class Library:
-    """The library's matmuls, between our norm and activation."""
+    """The library's matmuls, between our norm and activation; these start while what is before them ends if `pdl`."""
 
-    def __init__(self, ops: ModuleType) -> None:
-        self._ops = ops
+    def __init__(self, ops: ModuleType, pdl: bool = False) -> None:
+        self._ops, self._pdl = ops, pdl
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(self._ops.rms_norm(x, norm, eps), weight, bias)
+        return F.linear(self._normed(x, norm, eps), weight, bias)
 
     def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
         return residual.addmm_(x, weight.t())
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
-        activated: Tensor = self._ops.swiglu(F.linear(self._ops.rms_norm(x, norm, eps), gate_up))
+        activated: Tensor = self._ops.swiglu(F.linear(self._normed(x, norm, eps), gate_up), pdl=self._pdl)
         return activated
+
+    def _normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        # The library's matmul behind it asks for all the shared memory there is.
+        normed: Tensor = self._ops.rms_norm(x, norm, eps, pdl=self._pdl, lean=False)
+        return normed
 
 
 class Invariant:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bucketgraph import LLM, SamplingParams
 from bucketgraph.config import BucketSet
-from bucketgraph.kernels import decode_attention, prefill_attention, rms_norm, rope, sampling, swiglu
+from bucketgraph.kernels import decode_attention, prefill_attention, rms_norm, rope, sampling, swiglu, triton_ops
 from bucketgraph.llm import model
 from bucketgraph.llm.model_config import ModelConfig, load_config
 from bucketgraph.llm.presets import preset, shrink
@@ -27,7 +27,7 @@ from bucketgraph.llm.weights import ModelWeights, load_weights, random_weights
 DEVICE = "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32
 STEPS = 4
-SAMPLING = {"_threshold", "_tile_best", "_row_best"}
+SAMPLING = {"_tile_best", "_candidates", "_row_best"}
 KERNELS = {
     "prefill": SAMPLING | {"_rms_norm", "_rope_and_write", "_swiglu", "_prefill"},
     "decode": SAMPLING | {"_decode"},  # which kernels the matmuls are is measured
@@ -143,6 +143,25 @@ def test_a_graph_equals_eager_bit_for_bit_in_the_same_bucket(
         assert {row.executable for stats in graph.stats().values() for row in stats.buckets} == {"cudagraph"}
 
 
+@pytest.mark.parametrize("mix", ["fused", "library"])
+def test_dependent_launches_change_no_bit(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both phases over several layers and buckets, the kernels overlapping at their ends and not."""
+    monkeypatch.setattr(model, "mixes", lambda *ways: {k: m for k, m in mixes(*ways).items() if k == mix})
+    monkeypatch.setattr(model, "streamed_mixes", lambda *ways: {})
+    config = shrink(preset("llama-3.2-1b"), num_layers=6)
+    weights = random_weights(config, BF16, DEVICE)
+    with served(config, weights) as chained:
+        assert chained._runner.model._pdl == triton_ops.pdl_supported(DEVICE)
+        monkeypatch.setattr(triton_ops, "pdl_supported", lambda device: False)
+        with served(config, weights) as apart:
+            assert not apart._runner.model._pdl
+            for lengths in ([1], [64], [65], [512], [300, 1, 65], [16, 16, 16, 16]):
+                rows = [ids(length, config.vocab_size, seed) for seed, length in enumerate(lengths)]
+                forced = [ids(3, config.vocab_size, 50 + seed) for seed in range(len(lengths))]
+                pairs = zip(logits(chained, rows, forced), logits(apart, rows, forced), strict=True)
+                assert all(torch.equal(*pair) for pair in pairs), f"lengths {lengths}"
+
+
 @pytest.fixture(scope="module")
 def small() -> Iterator[LLM]:
     config = shrink(preset("llama-3.2-1b"), num_layers=2)
@@ -186,8 +205,8 @@ def compiled() -> dict[str, int]:
         prefill_attention._prefill,
         decode_attention._decode,
         swiglu._swiglu,
-        sampling._threshold,
         sampling._tile_best,
+        sampling._candidates,
         sampling._row_best,
     )
     return {k.fn.__name__: sum(len(cache[0]) for cache in k.device_caches.values()) for k in kernels}
