@@ -10,18 +10,21 @@ method is bound to, in a function's closure and globals, and in a mapping that t
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 
+from bucketgraph.copies import guards
 from bucketgraph.errors import StaleError
 
 _address = torch.Tensor.data_ptr
+_SMALL = 16  # items; of no more, comparing two dicts is as fast as comparing lists of what they hold
 _MISSING = object()
 Place = tuple[str, Any, Any]  # name, container, key
 
@@ -58,6 +61,7 @@ class Contract:
         """
         self._dicts: list[dict[Any, Any]] = []
         self._copies: list[dict[Any, Any]] = []
+        self._large: list[tuple[dict[Any, Any], list[Any], list[Any]]] = []  # and keys and values: lists compare faster
         self._singles: list[tuple[Any, Any]] = []
         self._single_objects: list[object] = []
         whole: set[int] = set()
@@ -67,8 +71,11 @@ class Contract:
             ):
                 if id(container) not in whole:
                     whole.add(id(container))
-                    self._dicts.append(container)
-                    self._copies.append(dict(container))
+                    if len(container) > _SMALL:
+                        self._large.append((container, list(container), list(container.values())))
+                    else:
+                        self._dicts.append(container)
+                        self._copies.append(dict(container))
                 if not isinstance(item, Tensor) or item.numel() != 1:
                     continue
             if type(container) is not tuple:  # a tuple cannot be rebound inside; whoever holds it is watched
@@ -80,8 +87,7 @@ class Contract:
         tensors = self._tensors
         self._addresses: list[int] = list(map(_address, tensors))
         self._layouts = list(map(_layout, tensors))
-        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
+        self._guards = guards(tensors)
 
     def check(self) -> None:
         """Compare. Raises StaleError naming the first tensor that is not where it was; nothing was launched."""
@@ -104,7 +110,7 @@ class Contract:
     def _is_kept(self) -> bool:
         """Whether every place holds the object that it held."""
         try:
-            if self._dicts != self._copies:
+            if self._dicts != self._copies or not all(itertools.starmap(_holds, self._large)):
                 return False
             now = [container[key] for container, key in self._singles]
         except (KeyError, ValueError, IndexError, RuntimeError):  # deleted, an emptied cell, or tensors that differ
@@ -133,6 +139,14 @@ class Contract:
                     hint=hint,
                 )
         return StaleError("a captured tensor changed while it was being compared", hint="do not rebind during a call")
+
+
+def _holds(container: dict[Any, Any], keys: list[Any], values: list[Any]) -> bool:
+    """Whether a dict is what it was, in whatever order."""
+    with suppress(RuntimeError):  # another tensor has another place in the list
+        if list(container.values()) == values and list(container) == keys:
+            return True
+    return container == dict(zip(keys, values, strict=True))
 
 
 def _layout(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:

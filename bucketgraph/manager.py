@@ -121,10 +121,7 @@ class BucketManager:
         self.slots = tuple(Slot.from_spec(name, item) for name, item in spec.inputs.items())
         self._check_inputs = InputCheck(self.slots, self.device)
         self._order = {axis: position for position, axis in enumerate(self.lattice.names)}
-        # Stretches of host time for profilers; nothing without a GPU.
-        ranges = self.device.type == "cuda"
-        self._push: Callable[[str], object] = torch.cuda.nvtx.range_push if ranges else lambda name: None
-        self._pop: Callable[[], object] = torch.cuda.nvtx.range_pop if ranges else lambda: None
+        self._push, self._pop = profiler_ranges(self.device)
         self._example = example
         self._variants = variants
         self.around_step = around_step
@@ -484,6 +481,20 @@ class BucketManager:
             if len(self._named) < MAX_PLANS:
                 self._named[sizes] = named
         return named
+
+
+def profiler_ranges(device: torch.device) -> tuple[Callable[[str], object], Callable[[], object]]:
+    """What opens and closes a stretch of host time for a profiler; nothing where none listens, since that takes time.
+
+    NVTX looks for a tool at a process's first range, and never again. A tool counts how deep ranges lie, from 0 on; one
+    that does not record yet might not, but nsys leaves its library's name in the environment.
+    """
+    if device.type == "cuda":
+        depth = torch.cuda.nvtx.range_push("bucketgraph")
+        torch.cuda.nvtx.range_pop()
+        if depth >= 0 or "NVTX_INJECTION64_PATH" in os.environ:
+            return torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
+    return (lambda name: None), (lambda: None)
 
 
 def device_of(fn: object, device: torch.device | str | None) -> torch.device:

@@ -18,9 +18,19 @@ from torch import Tensor
 
 from bucketgraph.buckets import MAX_PLANS, Bucket
 from bucketgraph.config import InputSpec, OutputSpec, Ring
-from bucketgraph.copies import DeviceCopies, HostCopies, Padding, Prepared, load_kernels, repeat_last, split
+from bucketgraph.copies import (
+    DeviceCopies,
+    HostCopies,
+    Layout,
+    Layouts,
+    Padding,
+    Prepared,
+    load_kernels,
+    repeat_last,
+    split,
+)
 from bucketgraph.errors import ConfigError, InputError
-from bucketgraph.executables.family import CurrentStream
+from bucketgraph.executables.family import CurrentStream, event
 
 _ALIGN = 256  # bytes; keeps every slot as aligned as a fresh allocation, which compiled kernels rely on
 _NUMPY = frozenset(
@@ -63,9 +73,7 @@ class Slot:
         return torch.randint(low, high, shape, generator=generator).to(self.dtype)
 
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
-_Shapes = tuple[tuple[int, ...], ...]
-_Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # shape and strides of each tensor
+_address = torch.Tensor.data_ptr
 
 
 class StaticInputs:
@@ -80,7 +88,9 @@ class StaticInputs:
         # What host inputs are written to: the arena itself on a CPU, else a staging buffer in its turn.
         host = arena.staging or (arena.device_bytes,)
         self._host: tuple[list[_HostSlot], ...] = tuple([] for _ in host)
+        self._names = [slot.name for slot in slots]
         self._routes: dict[tuple[str, ...], _Route] = {}
+        self._known: dict[Layout, _Route] = {}
         offset = 0
         for slot in slots:
             shape = slot.shape(bucket.as_dict())
@@ -105,24 +115,26 @@ class StaticInputs:
                 if held.name not in elsewhere:
                     held.write(inputs[held.name])
             return
-        there = self._there(inputs)
-        route = self._route(there)
+        tensors = [inputs[name] for name in self._names]
+        layout = self._arena.layouts.of(tensors)
+        route = self._known.get(layout) or self._know(layout)
         if route.host:
-            turn = self._stage(inputs, route)
-            for start, end in route.runs:
-                self._arena.copy(turn, start, end)
+            turn = self._stage(tensors, layout, route)
+            self._arena.copy(route.moves[turn])
             self._arena.staged(turn)
         if elsewhere:
-            route = self._route(tuple([name for name in there if name not in elsewhere]))
+            route = self._route(tuple([name for name in self._there(layout) if name not in elsewhere]))
         if route.device:
-            route.fill([inputs[slot.name] for slot in route.device])
+            route.fill(tensors, layout)
 
     def stage(self, inputs: Mapping[str, Tensor]) -> int:
         """Write what is on the host into a staging buffer, for a graph that copies it itself; the buffer's turn.
 
         `staged` is called when that graph was launched.
         """
-        return self._stage(inputs, self._route(self._there(inputs)))
+        tensors = [inputs[name] for name in self._names]
+        layout = self._arena.layouts.of(tensors)
+        return self._stage(tensors, layout, self._known.get(layout) or self._know(layout))
 
     def staged(self, turn: int) -> None:
         self._arena.staged(turn)
@@ -141,9 +153,15 @@ class StaticInputs:
         part = slice(self.spans[first][0], max(end for _, end in self.spans.values()))
         return self._arena.device_bytes[part], tuple(buffer[part] for buffer in self._arena.staging)
 
-    def _there(self, inputs: Mapping[str, Tensor]) -> tuple[str, ...]:
+    def _there(self, layout: Layout) -> tuple[str, ...]:
         """Which inputs lie on the device."""
-        return tuple([name for name in self.views if inputs[name].is_cuda])
+        return tuple([name for name, there in zip(self._names, layout.on_device, strict=True) if there])
+
+    def _know(self, layout: Layout) -> _Route:
+        route = self._route(self._there(layout))
+        if len(self._known) < MAX_PLANS:
+            self._known[layout] = route
+        return route
 
     def _route(self, there: tuple[str, ...]) -> _Route:
         route = self._routes.get(there)
@@ -153,15 +171,14 @@ class StaticInputs:
                 self._routes[there] = route
         return route
 
-    def _stage(self, inputs: Mapping[str, Tensor], route: _Route) -> int:
+    def _stage(self, tensors: Sequence[Tensor], layout: Layout, route: _Route) -> int:
         arena = self._arena
         turn = arena.next_staging()
-        sources = [inputs[slot.name] for slot in route.host]
         # The buffer's padding is as this bucket's last fill left it, if that had these shapes.
-        now = route.mark, tuple([source.shape for source in sources])
+        now = route.mark, layout
         padded = arena.filled[turn] == now
         arena.filled[turn] = None
-        route.stage(turn, sources, now[1], padded)
+        route.stage(turn, tensors, layout, padded)
         arena.filled[turn] = now
         return turn
 
@@ -195,7 +212,7 @@ class _Route:
 
     Attributes:
         host, device: the slots of each kind.
-        runs: byte ranges that the slots of host inputs lie in.
+        moves: for each staging buffer, the stretches of device memory that host inputs lie in, and of the buffer.
     """
 
     def __init__(
@@ -208,30 +225,34 @@ class _Route:
     ) -> None:
         self.host = [slot for slot in static.slots if slot.name not in there]
         self.device = [slot for slot in static.slots if slot.name in there]
-        self.runs = runs
+        self._host_places = [place for place, slot in enumerate(static.slots) if slot.name not in there]
+        self._device_places = [place for place, slot in enumerate(static.slots) if slot.name in there]
+        buffers, whole = arena.staging, arena.device_bytes
+        self.moves = [[(whole[start:end], buffer[start:end]) for start, end in runs] for buffer in buffers]
         self.mark = object()  # stands for it where holding it would be a circle
         self._arena = arena
         self._views = [static.views[slot.name] for slot in self.device]
         self._written = [[held for held in turn if held.name not in there] for turn in written]
-        self._host_copies = Prepared[tuple[int, _Shapes], HostCopies]()
-        self._device_copies = Prepared[_Layouts, DeviceCopies]()
+        self._host_copies = Prepared[tuple[int, Layout], HostCopies]()
+        self._device_copies = Prepared[Layout, DeviceCopies]()
         start = arena.device_bytes.data_ptr()
         self._arena_ends = start, start + arena.device_bytes.nbytes
 
-    def stage(self, turn: int, sources: Sequence[Tensor], shapes: _Shapes, padded: bool) -> None:
+    def stage(self, turn: int, tensors: Sequence[Tensor], layout: Layout, padded: bool) -> None:
         """Write what is on the host into a staging buffer."""
-        written, copies = self._written[turn], self._host_copies.get((turn, shapes), self._host_copies_of)
+        sources = [tensors[place] for place in self._host_places] if self.device else tensors
+        written, copies = self._written[turn], self._host_copies.get((turn, layout), self._host_copies_of)
         if copies is not None:
             copies.run(sources, padded)
         for place in range(len(sources)) if copies is None else copies.rest:
             written[place].write(sources[place], padded)
 
-    def fill(self, sources: Sequence[Tensor]) -> None:
+    def fill(self, tensors: Sequence[Tensor], layout: Layout) -> None:
         """Write what is on the device into the slots."""
+        sources = [tensors[place] for place in self._device_places] if self.host else tensors
         copies = None
-        if self._is_apart(sources):
-            layouts = tuple([(source.shape, source.stride()) for source in sources])
-            copies = self._device_copies.get(layouts, self._device_copies_of)
+        if layout.plain and self._is_apart(sources):
+            copies = self._device_copies.get(layout, self._device_copies_of)
         if copies is not None:
             copies.run(sources)
             return
@@ -239,16 +260,19 @@ class _Route:
             _write(view, source, slot.pad)
 
     def _is_apart(self, sources: Sequence[Tensor]) -> bool:
-        """Plain tensors, none of which lies in the slots: a joint copy has no order, and does not look for overlaps."""
+        """None of them lies in the slots: a joint copy has no order, and does not look for overlaps."""
         start, end = self._arena_ends
-        return _PLAIN.issuperset(map(type, sources)) and not any(start <= t.data_ptr() < end for t in sources)
+        addresses = list(map(_address, sources))
+        return max(addresses) < start or min(addresses) >= end or not any(start <= at < end for at in addresses)
 
-    def _host_copies_of(self, key: tuple[int, _Shapes]) -> HostCopies:
-        turn, shapes = key
-        return HostCopies(self.host, [held.tensor for held in self._written[turn]], shapes, self._arena.host_padding)
+    def _host_copies_of(self, key: tuple[int, Layout]) -> HostCopies:
+        turn, layout = key
+        views, shapes = [held.tensor for held in self._written[turn]], [layout.shapes[i] for i in self._host_places]
+        return HostCopies(self.host, views, shapes, self._arena.host_padding)
 
-    def _device_copies_of(self, layouts: _Layouts) -> DeviceCopies:
-        return DeviceCopies(self.device, self._views, layouts, self._arena.padding)
+    def _device_copies_of(self, layout: Layout) -> DeviceCopies:
+        shapes, strides = ([of[i] for i in self._device_places] for of in (layout.shapes, layout.strides))
+        return DeviceCopies(self.device, self._views, shapes, strides, self._arena.padding)
 
 
 class _HostSlot:
@@ -302,15 +326,15 @@ class Arena:
             self.host_padding = Padding(slots, size, torch.device("cpu"))
         if copies:
             load_kernels(slots, device)
-        self._events = tuple(torch.cuda.Event() for _ in range(copies))
+        self._events = tuple(event() for _ in range(copies))
         self._stream = CurrentStream(device)
-        self._parts: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
         self._turn = 0
+        self.layouts = Layouts()
         self.filled: list[object] = [None] * copies  # by whom and with which shapes each staging buffer was filled last
 
     def poison(self, byte: int) -> None:
-        for event in self._events:
-            event.synchronize()
+        for copied in self._events:
+            copied.synchronize()
         for buffer in (self.device_bytes, *self.staging):
             buffer.fill_(byte)
         self.forget()
@@ -324,14 +348,10 @@ class Arena:
         self._events[self._turn].synchronize()  # done long ago unless the host runs two calls ahead
         return self._turn
 
-    def copy(self, turn: int, start: int, end: int) -> None:
-        """Bytes of a staging buffer to their place on the device."""
-        part = self._parts.get((turn, start, end))
-        if part is None:
-            part = self.device_bytes[start:end], self.staging[turn][start:end]
-            if len(self._parts) < MAX_PLANS:
-                self._parts[turn, start, end] = part
-        part[0].copy_(part[1], non_blocking=True)
+    def copy(self, moves: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Stretches of device memory, each from its place in a staging buffer."""
+        for device, staged in moves:
+            device.copy_(staged, True)
 
     def staged(self, turn: int) -> None:
         # Named, since the thread's current device may be another one.
@@ -354,31 +374,21 @@ def _write(view: Tensor, source: Tensor, pad: int | float | None) -> None:
 
 
 class InputCheck:
-    """`check_inputs` that remembers the shapes it has passed."""
+    """`check_inputs` that remembers the layouts it has passed."""
 
     def __init__(self, slots: Sequence[Slot], device: torch.device) -> None:
         self._slots, self._device = slots, device
-        self._names, self._dtypes = [slot.name for slot in slots], [slot.dtype for slot in slots]
-        self._known: dict[tuple[torch.Size, ...], dict[str, int]] = {}
+        self._names = [slot.name for slot in slots]
+        self._layouts = Layouts()
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, int]:
         try:
-            tensors = [inputs[name] for name in self._names]
-            shapes = tuple([tensor.shape for tensor in tensors])
-            known = self._known.get(shapes)
-            if (
-                known is not None
-                and len(inputs) == len(tensors)
-                and [tensor.dtype for tensor in tensors] == self._dtypes
-                and all(tensor.is_cpu or tensor.device == self._device for tensor in tensors)
-            ):
-                return known
-        except (KeyError, AttributeError, TypeError):
-            pass  # said in full below
-        sizes = check_inputs(self._slots, inputs, self._device)
-        if len(self._known) < MAX_PLANS:
-            self._known[shapes] = sizes
-        return sizes
+            layout = self._layouts.of([inputs[name] for name in self._names])
+        except (KeyError, AttributeError, TypeError, RuntimeError):  # said in full
+            return check_inputs(self._slots, inputs, self._device)
+        if layout.sizes is None or len(inputs) != len(self._names):
+            layout.sizes = check_inputs(self._slots, inputs, self._device)
+        return layout.sizes
 
 
 def check_inputs(slots: Sequence[Slot], inputs: Mapping[str, object], device: torch.device) -> dict[str, int]:

@@ -138,7 +138,8 @@ def matmul(columns: int, width: int, dtype: torch.dtype, phase: Phase) -> None:
 
 def sampling(vocab: int, dtype: torch.dtype) -> None:
     f, i = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
-    triton_ops.sample(torch.empty(1, vocab, dtype=dtype), f, i, f, i.long(), i)
+    for pdl in (False, True):
+        triton_ops.sample(torch.empty(1, vocab, dtype=dtype), f, i, f, i.long(), i, pdl=pdl)
 
 
 def advance(page: int) -> None:
@@ -221,7 +222,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                 f"swiglu {dtype} F={width}{' pdl' if pdl else ''}",
                 lambda w=width, t=dtype, p=pdl: triton_ops.swiglu(torch.empty(1, 2 * w, dtype=t), pdl=p),
             )
-    for vocab, dtype in ((128256, bf16), (151936, bf16), (128256, fp32)):
+    for vocab, dtype in ((49152, bf16), (128256, bf16), (151936, bf16), (128256, fp32)):
         yield f"sample {dtype} V={vocab}", lambda v=vocab, t=dtype: sampling(v, t)
     for page in (16, 64):
         yield f"advance page={page}", lambda p=page: advance(p)

@@ -168,8 +168,8 @@ VARIANTS = {
     "_prefill": 1,
     "_decode": 4,  # with one split there is nothing to merge; one, two or three stages by rows
     "_swiglu": 1,
-    "_threshold": 1,
     "_tile_best": 1,
+    "_candidates": 1,
     "_row_best": 1,
     "_advance": 1,
 }

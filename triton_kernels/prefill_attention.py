@@ -197,7 +197,8 @@ def prefill_attention(
     `kv_lens [R]` are int32; padded request slots repeat the last end and have length 0. Caches are
     `[pages, Hk, page_size, D]`, `block_tables [R, W]` int32. `tma`: whole tiles of K and V through tensor descriptors,
     which needs pages of whole tiles; None where the device has them. `tile` overrides `prefill_tile`. `pdl`: as part
-    of a chain (`pdl.py`). Raises ValueError for shapes, dtypes or strides that do not fit. Method: FlashAttention-2 (Dao, 2023) with grouped heads in the tile.
+    of a chain (`pdl.py`). Raises ValueError for shapes, dtypes or strides that do not fit. Method: FlashAttention-2
+    (Dao, 2023) with grouped heads in the tile.
     """
     tokens, heads, dim = q.shape
     requests = query_ends.shape[0]

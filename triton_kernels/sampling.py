@@ -1,12 +1,18 @@
 """Sampling without generator state: greedy, or Gumbel-max with Philox noise keyed by (seed, position, token id).
 
-Three kernels: the smallest logit that top-k and top-p leave (rows without either leave at once), the best token of each
-vocabulary tile, the best of a row. Scores compare as `logit + temperature * g`, so temperature 0 is exactly greedy.
-Floats are compared as integers of the same order, so ties and the search are exact; -0 equals 0, NaN is largest.
-Method: Gumbel (1954) through the argmax; Philox4x32-10, Salmon et al. (SC'11).
+Scores compare as `logit + temperature * g`, so temperature 0 is exactly greedy. Floats are compared as integers of the
+same order, so ties and searches are exact; -0 equals 0, NaN is largest. Masses are sums of integers: no order matters.
+Three kernels. The best of each vocabulary tile; candidates, where top-k or top-p limit a row; the token of each row.
+Top-k looks among the logits above a bound that the k-th cannot be below: the k-th largest of the maxima of groups.
+Top-p asks the winner: a token that is refused refuses all of its logit or below, so the best score above is the next
+to ask, and the first that is allowed is the token of a threshold, without a search for it. Three are asked in one pass.
+Method: Gumbel (1954) through the argmax; Philox4x32-10, Salmon et al. (SC'11); the idea of asking winners in place of
+sorting is that of FlashInfer's rejection sampling, Ye et al. (MLSys'25), which draws anew where this keeps its noise.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -16,9 +22,17 @@ from torch import Tensor
 from . import checks
 from . import pdl as chain
 
-TILE = 1024  # tokens per program of the argmax
-SEARCH_TILE = 8192  # tokens per step of the threshold search
-LOWEST = tl.constexpr(-(2**31))
+TILE = 1024  # tokens per step of many programs
+STEP = 4096  # tokens per step of the one program that has a row for itself
+GROUPS = 16  # parts of a tile whose largest logits are kept
+FEW, MANY = 512, 4096  # candidates of top-k that are compared in registers; with more the row is searched
+PROGRAMS = 256  # that look for candidates: what runs at once on an H200
+LOWEST = tl.constexpr(-(2**31))  # below every key
+NONE = tl.constexpr(-(2**63))  # below every packed score
+ONE = tl.constexpr(2**40)  # mass of the largest logit; a sum over 2**22 tokens fits
+# The state of a limited row: candidates of top-k; the whole mass; the masses above the winner and two guesses of who is
+# next; who is next after the winner and after the first guess; the guesses.
+COUNT, WHOLE, ABOVE, NEXT, GUESS, STATE = (tl.constexpr(i) for i in (0, 1, 2, 5, 7, 16))
 
 
 @triton.jit
@@ -37,36 +51,64 @@ def _uniform(seed, token, position):
 
 
 @triton.jit
-def _counts_from(row, a, b, c, V: tl.constexpr, BLOCK: tl.constexpr):
-    """How many logits have a key of at least `a`, `b` and `c`, in one pass."""
-    from_a = tl.zeros([BLOCK], tl.int32)
-    from_b = tl.zeros([BLOCK], tl.int32)
-    from_c = tl.zeros([BLOCK], tl.int32)
-    for start in tl.range(0, V, BLOCK, num_stages=3):
-        token = start + tl.arange(0, BLOCK)
-        x = tl.load(row + token, mask=token < V, other=0.0).to(tl.float32)
-        key = tl.where(token < V, _ordered(x), LOWEST)  # the keys asked for are above the lowest
-        from_a += (key >= a).to(tl.int32)
-        from_b += (key >= b).to(tl.int32)
-        from_c += (key >= c).to(tl.int32)
-    return tl.sum(from_a, 0), tl.sum(from_b, 0), tl.sum(from_c, 0)
+def _packed(score, token):
+    """Score above, complement of the token id below: one maximum gives the best score and, of ties, the first token."""
+    return (_ordered(score).to(tl.int64) << 32) | (0xFFFFFFFF - token.to(tl.int64))
 
 
 @triton.jit
-def _masses_from(row, a, b, c, best, rate, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Unnormalised softmax mass of the logits with a key of at least `a`, `b` and `c`, in one pass."""
-    from_a = tl.zeros([BLOCK], tl.float32)
-    from_b = tl.zeros([BLOCK], tl.float32)
-    from_c = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, V, BLOCK, num_stages=3):
-        token = start + tl.arange(0, BLOCK)
-        x = tl.load(row + token, mask=token < V, other=float("-inf")).to(tl.float32)
-        key = _ordered(x)
-        mass = tl.exp2((x - best) * rate)
-        from_a += tl.where(key >= a, mass, 0.0)
-        from_b += tl.where(key >= b, mass, 0.0)
-        from_c += tl.where(key >= c, mass, 0.0)
-    return tl.sum(from_a, 0), tl.sum(from_b, 0), tl.sum(from_c, 0)
+def _token(packed):
+    return 0xFFFFFFFF - (packed & 0xFFFFFFFF)
+
+
+@triton.jit
+def _drawn(x, t, seed, token, position):
+    """Packed scores with their noise."""
+    return _packed(x - t * tl.log(-tl.log(_uniform(seed, token, position))), token)
+
+
+@triton.jit
+def _mass(key, top, rate):
+    """Softmax masses relative to that of the largest key, `ONE`, rounded down; int64."""
+    x = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    best = (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    part = tl.exp2((x - best) * rate) * ONE
+    return tl.where(key == top, ONE, tl.where(part > 0, part, 0.0).to(tl.int64))  # NaN is 0
+
+
+@triton.jit
+def _top(maxima, GROUPS: tl.constexpr, ALL: tl.constexpr):
+    """The largest key of a row."""
+    group = tl.arange(0, ALL)
+    return tl.max(tl.load(maxima + group, mask=group < GROUPS, other=LOWEST), 0)
+
+
+@triton.jit
+def _rate(t):
+    return tl.minimum(1.4426950408889634 / t, 1.0e30)
+
+
+@triton.jit
+def _by_rank(t, k, V: tl.constexpr):
+    return (t > 0) & (k > 0) & (k < V)
+
+
+@triton.jit
+def _by_mass(t, p):
+    return (t > 0) & (p < 1.0)
+
+
+@triton.jit
+def _allowed(above, whole, p):
+    """Whether top-p leaves a token with mass `above` strictly above it; the largest always stays."""
+    return (above == 0) | (above.to(tl.float64) < whole.to(tl.float64) * p.to(tl.float64))
+
+
+@triton.jit
+def _next(scores, keys, refused):
+    """The best packed score with a key above `refused`, `NONE` if there is none, and its key."""
+    best = tl.max(tl.where(keys > refused, scores, NONE), 0)
+    return best, tl.max(tl.where(scores == best, keys, LOWEST), 0)
 
 
 @triton.jit
@@ -78,97 +120,311 @@ def _quarters(low, high):
 
 
 @triton.jit
-def _narrow(low, high, a, b, c, like_low_a, like_low_b, like_low_c):
-    """The quarter in which a monotone property changes from that of `low` to that of `high`."""
-    a, b, c = a.to(tl.int64), b.to(tl.int64), c.to(tl.int64)
-    new_low = tl.where(like_low_c, c, tl.where(like_low_b, b, tl.where(like_low_a, a, low)))
-    new_high = tl.where(like_low_a, tl.where(like_low_b, tl.where(like_low_c, high, c), b), a)
-    return new_low, new_high
+def _at_least(keys, a, b, c):
+    """Whether keys are at least `a`, `b`, `c`, as ones in three fields of an int64 to sum."""
+    return (keys >= a).to(tl.int64) | ((keys >= b).to(tl.int64) << 21) | ((keys >= c).to(tl.int64) << 42)
 
 
 @triton.jit
-def _best_from(row, V: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit and its key."""
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
+def _narrow(low, high, a, b, c, counts, k):
+    """The quarter below whose end `k` keys are reached: `counts` are sums of `_at_least`."""
+    in_a, in_b, in_c = (counts & 0x1FFFFF) >= k, ((counts >> 21) & 0x1FFFFF) >= k, (counts >> 42) >= k
+    a, b, c = a.to(tl.int64), b.to(tl.int64), c.to(tl.int64)
+    new_low = tl.where(in_c, c, tl.where(in_b, b, tl.where(in_a, a, low)))
+    return new_low, tl.where(in_a, tl.where(in_b, tl.where(in_c, high, c), b), a)
+
+
+@triton.jit
+def _kth(keys, k, low, high):
+    """The k-th largest key, if it is in `low .. high - 1` (int64), else `low`."""
+    while high - low > 1:
+        a, b, c = _quarters(low, high)
+        low, high = _narrow(low, high, a, b, c, tl.sum(_at_least(keys, a, b, c), 0), k)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _kth_of_row(row, k, top, V: tl.constexpr, BLOCK: tl.constexpr):
+    """The k-th largest key of a row, in some 16 passes over it."""
+    low, high = tl.full((), LOWEST, tl.int64), top.to(tl.int64) + 1
+    while high - low > 1:
+        a, b, c = _quarters(low, high)
+        counts = tl.zeros([BLOCK], tl.int64)
+        for start in tl.range(0, V, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            x = tl.load(row + token, mask=token < V, other=0.0).to(tl.float32)
+            counts += _at_least(tl.where(token < V, _ordered(x), LOWEST), a, b, c)  # what is asked is above the lowest
+        low, high = _narrow(low, high, a, b, c, tl.sum(counts, 0), k)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _weighed(row, refused, top, rate, t, seed, position, V: tl.constexpr, BLOCK: tl.constexpr):
+    """The mass of the keys above `refused` and their best packed score, in one pass over a row."""
+    mass, best = tl.full((), 0, tl.int64), tl.full((), NONE, tl.int64)
     for start in tl.range(0, V, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        best = tl.maximum(best, tl.load(row + token, mask=token < V, other=float("-inf")).to(tl.float32))
-    value = tl.max(best, 0)
-    return value, _ordered(value).to(tl.int64)
+        x = tl.load(row + token, mask=token < V, other=0.0).to(tl.float32)
+        key = tl.where(token < V, _ordered(x), LOWEST)
+        if tl.max(key, 0) > refused:
+            mass += tl.sum(tl.where(key > refused, _mass(key, top, rate), 0), 0)
+            score = _drawn(x, t, seed, token, position)
+            best = tl.maximum(best, tl.max(tl.where(key > refused, score, NONE), 0))
+    return mass, best
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p"])
-def _threshold(logits, temperature, top_k, top_p, thresholds, V: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    chain.launch_dependents(PDL)
-    index = tl.program_id(0).to(tl.int64)
-    t, k, p = tl.load(temperature + index), tl.load(top_k + index), tl.load(top_p + index)
-    chain.wait(PDL)
-    by_rank = (k > 0) & (k < V)
-    threshold = tl.full((), LOWEST, tl.int64)
-    if (t > 0) & (by_rank | (p < 1.0)):
-        row = logits + index * V
-        best, top = _best_from(row, V, BLOCK)
-        if by_rank:
-            # The k-th largest key: counts from `low` reach k, counts from `high` do not.
-            low, high = threshold, top + 1
-            while high - low > 1:
-                a, b, c = _quarters(low, high)
-                from_a, from_b, from_c = _counts_from(row, a, b, c, V, BLOCK)
-                low, high = _narrow(low, high, a, b, c, from_a >= k, from_b >= k, from_c >= k)
-            threshold = low
-        if p < 1.0:
-            # The smallest key whose mass strictly above is below p of what top-k left: true of `high`, not of `low`.
-            rate = tl.minimum(1.4426950408889634 / t, 1.0e30)
-            least = threshold.to(tl.int32)
-            whole, _, _ = _masses_from(row, least, least, least, best, rate, V, BLOCK)
-            limit = whole * p
-            low, high = threshold - 1, top
-            while high - low > 1:
-                a, b, c = _quarters(low, high)
-                from_a, from_b, from_c = _masses_from(row, a + 1, b + 1, c + 1, best, rate, V, BLOCK)
-                low, high = _narrow(low, high, a, b, c, from_a >= limit, from_b >= limit, from_c >= limit)
-            threshold = high
-    tl.store(thresholds + index, threshold.to(tl.int32))
-
-
-@triton.jit(do_not_specialize_on_alignment=["temperature", "seeds", "positions"])
+@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "seeds", "positions"])
 def _tile_best(
     logits,
     temperature,
-    thresholds,
+    top_k,
+    top_p,
     seeds,
     positions,
-    partial,
+    partial,  # [B, tiles] int64: packed; without noise where top-k is on
+    maxima,  # [B, tiles, GROUPS] int32: keys, written in limited rows
+    state,  # [B, STATE] int64: made ready in limited rows
     V: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     chain.launch_dependents(PDL)
     index, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = tile * BLOCK + tl.arange(0, BLOCK)
     inside = token < V
-    t, seed, position = tl.load(temperature + index), tl.load(seeds + index), tl.load(positions + index)
+    t, k, p = tl.load(temperature + index), tl.load(top_k + index), tl.load(top_p + index)
+    seed, position = tl.load(seeds + index), tl.load(positions + index)
     chain.wait(PDL)
     x = tl.load(logits + index * V + token, mask=inside, other=0.0).to(tl.float32)
-    score = x
-    if t > 0:
-        u = _uniform(seed, token, position)
-        allowed = _ordered(x) >= tl.load(thresholds + index)
-        score = tl.where(allowed, x - t * tl.log(-tl.log(u)), float("-inf"))
-    # Score above, complement of the token id below: one maximum gives the best score and, of ties, the first token.
-    packed = (_ordered(score).to(tl.int64) << 32) | (0xFFFFFFFF - token.to(tl.int64))
-    packed = tl.where(inside, packed, -(2**63))
-    tl.store(partial + index * tl.num_programs(1) + tile, tl.max(packed, 0))
+    packed = _packed(x, token)
+    by_rank = _by_rank(t, k, V)
+    if (t > 0) & (by_rank == 0):
+        packed = _drawn(x, t, seed, token, position)
+    packed = tl.where(inside, packed, NONE)
+    place = index * tl.num_programs(1) + tile
+    tl.store(partial + place, tl.max(packed, 0))
+    if by_rank | _by_mass(t, p):
+        key = tl.where(inside, _ordered(x), LOWEST)
+        largest = tl.max(tl.reshape(key, [GROUPS, BLOCK // GROUPS]), 1)
+        tl.store(maxima + place * GROUPS + tl.arange(0, GROUPS), largest)
+        if tile == 0:
+            slot = tl.arange(0, STATE)
+            tl.store(state + index * STATE + slot, tl.where((slot >= NEXT) & (slot < GUESS), NONE, 0))
 
 
 @triton.jit
-def _row_best(partial, tokens, TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _collect(
+    row,
+    maxima,
+    state,
+    keys,
+    scores,
+    k,
+    t,
+    seed,
+    position,
+    V: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    """Keys and packed scores of the tokens that the k-th largest cannot be above, as far as there is room."""
+    group = tl.arange(0, ALL * GROUPS)
+    largest = tl.load(maxima + group, mask=group < TILES * GROUPS, other=LOWEST)
+    # Half of the bits of the k-th largest maximum; the lowest where groups are fewer than k.
+    bound = _kth(largest >> 16, k, tl.full((), -(2**15), tl.int64), tl.full((), 2**15, tl.int64)) << 16
+    for tile in tl.range(tl.program_id(1), TILES, tl.num_programs(1)):
+        if tl.max(tl.load(maxima + tile * GROUPS + tl.arange(0, GROUPS)), 0) >= bound:
+            token = tile * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(row + token, mask=token < V, other=0.0).to(tl.float32)
+            key = _ordered(x)
+            stays = (token < V) & (key >= bound)
+            last = tl.cumsum(stays.to(tl.int32), 0)
+            count = tl.sum(stays.to(tl.int32), 0).to(tl.int64)
+            slot = tl.atomic_add(state + COUNT, count, sem="relaxed") + last - 1
+            stays = stays & (slot < MANY)
+            tl.store(keys + slot, key, mask=stays)
+            tl.store(scores + slot, _drawn(x, t, seed, token, position), mask=stays)
+
+
+@triton.jit
+def _ask(
+    row,
+    partial,
+    maxima,
+    state,
+    t,
+    seed,
+    position,
+    V: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    """The masses above the winner and two guesses of who is next, and who is next after the winner and the first."""
+    top, rate = _top(maxima, TILES * GROUPS, ALL * GROUPS), _rate(t)
+    of_tile = tl.arange(0, ALL)
+    winners = tl.load(partial + of_tile, mask=of_tile < TILES, other=NONE)
+    logit = tl.load(row + _token(winners), mask=of_tile < TILES, other=0.0).to(tl.float32)
+    keys = tl.where(of_tile < TILES, _ordered(logit), LOWEST)
+    _, key0 = _next(winners, keys, LOWEST)
+    guess1, key1 = _next(winners, keys, key0)
+    guess2, key2 = _next(winners, keys, key1)
+    if tl.program_id(1) == 0:
+        tl.store(state + GUESS, guess1)
+        tl.store(state + GUESS + 1, guess2)
+    whole = tl.zeros([BLOCK], tl.int64)
+    above0, above1, above2 = whole, whole, whole
+    next0 = tl.full([BLOCK], NONE, tl.int64)
+    next1 = next0
+    for tile in tl.range(tl.program_id(1), TILES, tl.num_programs(1)):
+        token = tile * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(row + token, mask=token < V, other=0.0).to(tl.float32)
+        key = tl.where(token < V, _ordered(x), LOWEST)
+        mass = _mass(key, top, rate)
+        whole += mass
+        if tl.max(key, 0) > key0:
+            above0 += tl.where(key > key0, mass, 0)
+            above1 += tl.where(key > key1, mass, 0)
+            above2 += tl.where(key > key2, mass, 0)
+            score = _drawn(x, t, seed, token, position)
+            next0 = tl.maximum(next0, tl.where(key > key0, score, NONE))
+            next1 = tl.maximum(next1, tl.where(key > key1, score, NONE))
+    tl.atomic_add(state + WHOLE, tl.sum(whole, 0), sem="relaxed")
+    best = tl.max(next0, 0)
+    if best > NONE:
+        tl.atomic_add(state + ABOVE, tl.sum(above0, 0), sem="relaxed")
+        tl.atomic_add(state + ABOVE + 1, tl.sum(above1, 0), sem="relaxed")
+        tl.atomic_add(state + ABOVE + 2, tl.sum(above2, 0), sem="relaxed")
+        tl.atomic_max(state + NEXT, best, sem="relaxed")
+        tl.atomic_max(state + NEXT + 1, tl.max(next1, 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "seeds", "positions"])
+def _candidates(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    seeds,
+    positions,
+    partial,
+    maxima,
+    state,
+    keys,  # [B, MANY] int32: of the candidates of top-k, in any order
+    scores,  # [B, MANY] int64: packed
+    V: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,  # tiles, to a power of two
+    MANY: tl.constexpr,
+    PDL: tl.constexpr,
+):
     chain.launch_dependents(PDL)
     index = tl.program_id(0).to(tl.int64)
+    t, k, p = tl.load(temperature + index), tl.load(top_k + index), tl.load(top_p + index)
+    seed, position = tl.load(seeds + index), tl.load(positions + index)
     chain.wait(PDL)
-    tile = tl.arange(0, BLOCK)
-    packed = tl.load(partial + index * TILES + tile, mask=tile < TILES, other=-(2**63))
-    tl.store(tokens + index, 0xFFFFFFFF - (tl.max(packed, 0) & 0xFFFFFFFF))
+    row, maxima, state = logits + index * V, maxima + index * TILES * GROUPS, state + index * STATE
+    if _by_rank(t, k, V):
+        keys, scores = keys + index * MANY, scores + index * MANY
+        _collect(row, maxima, state, keys, scores, k, t, seed, position, V, TILES, BLOCK, GROUPS, ALL, MANY)
+    elif _by_mass(t, p):
+        _ask(row, partial + index * TILES, maxima, state, t, seed, position, V, TILES, BLOCK, GROUPS, ALL)
+
+
+@triton.jit
+def _among(keys, scores, count, k, p, top, rate, SIZE: tl.constexpr):
+    """The packed score of the token of a row, by its candidates of top-k."""
+    slot = tl.arange(0, SIZE)
+    inside = slot < count
+    key = tl.load(keys + slot, mask=inside, other=LOWEST)
+    score = tl.load(scores + slot, mask=inside, other=NONE)
+    least = tl.min(tl.where(inside, key, 0x7FFFFFFF), 0)
+    kth = _kth(key, k, least.to(tl.int64), top.to(tl.int64) + 1)
+    best, refused = _next(score, key, kth - 1)
+    if p < 1.0:
+        mass = tl.where(key >= kth, _mass(key, top, rate), 0)
+        whole = tl.sum(mass, 0)
+        while _allowed(tl.sum(tl.where(key > refused, mass, 0), 0), whole, p) == 0:
+            best, refused = _next(score, key, refused)
+    return best
+
+
+@triton.jit
+def _answer(state, best, p):
+    """The whole mass, the packed score of the token by what `_ask` found, and whether it is known to be allowed."""
+    whole = tl.load(state + WHOLE)
+    next0, next1 = tl.load(state + NEXT), tl.load(state + NEXT + 1)
+    known1 = _token(next0) == _token(tl.load(state + GUESS))
+    known2 = known1 & (_token(next1) == _token(tl.load(state + GUESS + 1)))
+    good0 = _allowed(tl.load(state + ABOVE), whole, p)
+    good1 = known1 & _allowed(tl.load(state + ABOVE + 1), whole, p)
+    good2 = known2 & _allowed(tl.load(state + ABOVE + 2), whole, p)
+    best = tl.where(good0, best, tl.where(known1 & (good1 == 0), next1, next0))
+    return whole, best, good0 | good1 | good2
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "seeds", "positions"])
+def _row_best(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    seeds,
+    positions,
+    partial,
+    maxima,
+    state,
+    keys,
+    scores,
+    tokens,  # [B] int64
+    V: tl.constexpr,
+    TILES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    FEW: tl.constexpr,
+    MANY: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    chain.launch_dependents(PDL)
+    index = tl.program_id(0).to(tl.int64)
+    t, k, p = tl.load(temperature + index), tl.load(top_k + index), tl.load(top_p + index)
+    chain.wait(PDL)
+    row, state = logits + index * V, state + index * STATE
+    tile = tl.arange(0, ALL)
+    best = tl.max(tl.load(partial + index * TILES + tile, mask=tile < TILES, other=NONE), 0)
+    by_rank, by_mass = _by_rank(t, k, V), _by_mass(t, p)
+    if by_rank | by_mass:
+        seed, position = tl.load(seeds + index), tl.load(positions + index)
+        top, rate = _top(maxima + index * TILES * GROUPS, TILES * GROUPS, ALL * GROUPS), _rate(t)
+        whole = tl.full((), 0, tl.int64)
+        allowed = tl.full((), True, tl.int1)
+        if by_rank:
+            keys, scores = keys + index * MANY, scores + index * MANY
+            count = tl.load(state + COUNT)
+            if count <= FEW:
+                best = _among(keys, scores, count, k, p, top, rate, FEW)
+            elif count <= MANY:
+                best = _among(keys, scores, count, k, p, top, rate, MANY)
+            else:
+                kth = _kth_of_row(row, k, top, V, STEP)
+                whole, best = _weighed(row, kth - 1, top, rate, t, seed, position, V, STEP)
+                allowed = by_mass == 0
+        else:
+            whole, best, allowed = _answer(state, best, p)
+        while allowed == 0:
+            refused = _ordered(tl.load(row + _token(best)).to(tl.float32))
+            above, following = _weighed(row, refused, top, rate, t, seed, position, V, STEP)
+            allowed = _allowed(above, whole, p)
+            best = tl.where(allowed, best, following)
+    tl.store(tokens + index, _token(best))
 
 
 def sample(
@@ -194,16 +450,20 @@ def sample(
     checks.vector("top_p", top_p, rows, torch.float32)
     checks.vector("seeds", seeds, rows, torch.int64)
     checks.vector("positions", positions, rows, torch.int32)
+
+    def scratch(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty((rows, *shape), dtype=dtype, device=logits.device)
+
     tiles = triton.cdiv(vocab, TILE)
-    thresholds = torch.empty((rows,), dtype=torch.int32, device=logits.device)
-    partial = torch.empty((rows, tiles), dtype=torch.int64, device=logits.device)
-    tokens = torch.empty((rows,), dtype=torch.int64, device=logits.device)
+    given = logits, temperature, top_k, top_p, seeds, positions
+    of_tiles = scratch(torch.int64, tiles), scratch(torch.int32, tiles, GROUPS), scratch(torch.int64, STATE.value)
+    found = scratch(torch.int32, MANY), scratch(torch.int64, MANY)
+    tokens = scratch(torch.int64)
     # The vocabulary is a constant of the model, not a count of the request, so it may be compiled in.
-    search = min(SEARCH_TILE, triton.next_power_of_2(vocab))
-    params = temperature, top_k, top_p
-    chain.launch(_threshold, (rows,), logits, *params, thresholds, V=vocab, BLOCK=search, pdl=pdl, num_warps=16)
-    drawn = temperature, thresholds, seeds, positions
-    chain.launch(_tile_best, (rows, tiles), logits, *drawn, partial, V=vocab, BLOCK=TILE, pdl=pdl, num_warps=4)
-    block = triton.next_power_of_2(tiles)
-    chain.launch(_row_best, (rows,), partial, tokens, TILES=tiles, BLOCK=block, pdl=pdl, num_warps=1)
+    sizes: dict[str, Any] = {"V": vocab, "GROUPS": GROUPS, "pdl": pdl}
+    chain.launch(_tile_best, (rows, tiles), *given, *of_tiles, **sizes, BLOCK=TILE, num_warps=4)
+    sizes |= {"TILES": tiles, "ALL": triton.next_power_of_2(tiles), "MANY": MANY}
+    programs = min(tiles, max(1, PROGRAMS // rows))
+    chain.launch(_candidates, (rows, programs), *given, *of_tiles, *found, **sizes, BLOCK=TILE, num_warps=8)
+    chain.launch(_row_best, (rows,), *given, *of_tiles, *found, tokens, **sizes, FEW=FEW, STEP=STEP, num_warps=8)
     return tokens

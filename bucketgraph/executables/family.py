@@ -2,6 +2,7 @@
 
 Graphs of one pool may reuse each other's memory, so two of them must never run at once. A host lock orders the calls,
 and an event orders the GPU: the next replay waits until the last one's outputs were read, whatever stream it runs on.
+While all calls come on the default stream, which is ordered by itself and cannot go away, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -18,11 +19,18 @@ from bucketgraph.contract import Contract
 from bucketgraph.errors import DeviceError
 from bucketgraph.executables.pool import Pool
 
+_DEFAULT = 0  # the default stream's handle
+
 
 def synchronize(device: torch.device) -> None:
     """Wait for the device; a sticky CUDA error comes out here."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def event() -> torch._C._CudaEventBase:
+    """A `torch.cuda.Event` without the Python around its methods."""
+    return torch._C._CudaEventBase()
 
 
 class CurrentStream:
@@ -33,11 +41,13 @@ class CurrentStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._handle: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
         self._last: tuple[int, torch.cuda.Stream] | None = None
 
     def __call__(self) -> tuple[int, torch.cuda.Stream]:
-        handle = torch._C._cuda_getCurrentRawStream(self._index)
+        assert self._handle is not None, "asked only where there is CUDA"
+        handle = self._handle(self._index)
         last = self._last
         if last is None or last[0] != handle:
             last = self._last = handle, torch.cuda.current_stream(self._device)
@@ -55,13 +65,15 @@ class Family:
         self.changes = 0  # how often graphs were captured or what they read moved
         self.contracts = weakref.WeakSet[Contract]()  # what their functions read
         self._compiled: dict[int, tuple[object, Any]] = {}
-        self._read: torch.cuda.Event | None = None  # when the last outputs were read
-        self._read_on: int | None = None  # the stream they were read on
+        self._read: torch._C._CudaEventBase | None = None  # when the last outputs were read, if it was recorded
+        self._read_on: tuple[int, torch.cuda.Stream] | None = None  # the stream they were read on
+        self._recorded = False
+        self._streams_differ = False  # whether calls came on more than one stream so far
         self._stream = CurrentStream(device)
         if device.type == "cuda":
             with torch.cuda.device(device):
                 self.stream = torch.cuda.Stream(device)
-                self._read = torch.cuda.Event()
+                self._read = event()
             self._pool = Pool(device)
 
     def require_alive(self) -> None:
@@ -85,20 +97,27 @@ class Family:
         """
         return _Turn(self, self.lock)
 
-    def _begin(self) -> torch.cuda.Stream | None:
+    def _begin(self) -> tuple[int, torch.cuda.Stream] | None:
         """After the last reads; the stream that the caller's work goes to."""
-        self.require_alive()
+        if self.broken is not None:
+            self.require_alive()
         if self._read is None:
             return None
-        handle, stream = self._stream()
-        if self._read_on is not None and self._read_on != handle:
-            stream.wait_event(self._read)
+        stream, last = self._stream(), self._read_on
+        if last is not None and last[0] != stream[0]:
+            if not self._recorded:  # late, so that the wait is for what came on that stream since, too: once
+                self._read.record(last[1])
+                self._recorded = True
+            self._streams_differ = True
+            self._read.wait(stream[1])
         return stream
 
-    def _end(self, stream: torch.cuda.Stream) -> None:
+    def _end(self, stream: tuple[int, torch.cuda.Stream]) -> None:
         if self.broken is None and self._read is not None:
-            self._read.record(stream)
-            self._read_on = stream.cuda_stream
+            self._read_on = stream
+            self._recorded = self._streams_differ or stream[0] != _DEFAULT
+            if self._recorded:
+                self._read.record(stream[1])
 
     def pool(self) -> Pool:
         """The pool for the next capture."""
@@ -127,7 +146,8 @@ class _Turn:
         if self._inference is not None:
             self._inference.__enter__()  # brings its own mode of gradients, and takes it away with it
         self._graded = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
+        if self._graded:
+            torch._C._set_grad_enabled(False)
         try:
             self._stream = self._family._begin()
         except BaseException:
@@ -142,7 +162,7 @@ class _Turn:
             self._leave()
 
     def _leave(self) -> None:
-        torch._C._set_grad_enabled(self._graded)
+        torch._C._set_grad_enabled(self._graded)  # whatever was set inside
         if self._inference is not None:
             self._inference.__exit__(None, None, None)
         self._lock.release()

@@ -209,6 +209,7 @@ class LLM:
         kind = self._loop if loop is None else _loop_kind(loop)
         for request in requests:
             request.loop, request.streamed = kind, stream
+            request.deltas = request.deltas if stream else None
         if stream:
             return self._stream(requests)
         self._drive(requests)
@@ -332,13 +333,15 @@ class LLM:
         text, ids = self._ids(prompt, what)
         if not ids:
             raise InputError(f"{what} is empty", hint="give at least one token")
-        padded.check_tokens(ids, self.config.vocab_size, what)
+        # Looked at one by one only to say which is wrong.
+        if not ({int}.issuperset(map(type, ids)) and 0 <= min(ids) <= max(ids) < self.config.vocab_size):
+            padded.check_tokens(ids, self.config.vocab_size, what)
         self._check_length(what, len(ids), 1)
         if params.stop_strings and self.tokenizer is None:
             raise InputError("stop strings need a tokenizer, and random weights have none")
         most = self.max_model_len if params.max_tokens is None else len(ids) + params.max_tokens
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
-        return Request(list(ids), params, seed, text, index, limit=min(most, self.max_model_len))
+        return Request(ids, params, seed, text, index, limit=min(most, self.max_model_len))
 
     def _ids(self, prompt: Prompt, what: str) -> tuple[str | None, list[int]]:
         text: object = prompt if isinstance(prompt, str) else None

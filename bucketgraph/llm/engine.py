@@ -62,6 +62,8 @@ class Engine:
             if run is not None and (not gone.isdisjoint(run.requests) or all(r.done for r in run.requests)):
                 self._settle()
                 gone = {request for request in gone if not request.done}
+            if not gone:
+                return
             self._waiting = deque(request for request in self._waiting if request not in gone)
             for request in [request for request in self._running if request in gone]:
                 self._leave(request)
@@ -174,33 +176,36 @@ class Engine:
     def _prefill(self, chunks: Sequence[tuple[Request, int]]) -> None:
         tokens, logits = self._runner.prefill(chunks)
         whole = [request for request, _ in chunks if request.pending == 0]  # all, or all but the last
-        self._accept(whole, tokens[: len(whole)], logits[: len(whole)])
+        self._accept(whole, tokens, logits)
 
     def _accept(self, requests: Sequence[Request], tokens: Tensor, logits: Tensor) -> None:
-        """Append each request's new token and see whether it ends there."""
+        """Append each request's new token, which are the first of `tokens`, and see whether it ends there."""
         if not requests:
             return
         wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         details = _logprobs([requests[row] for row in wanted], wanted, tokens, logits) if wanted else {}
-        for row, (request, token) in enumerate(zip(requests, tokens.tolist(), strict=True)):
+        for row, (request, token) in enumerate(zip(requests, tokens.tolist()[: len(requests)], strict=True)):
             if row in details:
                 self._note_logprobs(request, token, details[row])
             self._finish_or_go_on(request, [token])
 
     def _finish_or_go_on(self, request: Request, ids: list[int]) -> None:
         """Take new tokens up to the one that ends the request, if any."""
-        if self._tokenizer is not None and request not in self._streams:
-            self._streams[request] = TextStream(self._tokenizer, request)
-        stream, text = self._streams.get(request), ""
-        early = max(0, request.params.min_tokens - (len(request.tokens) - request.prompt_len))
+        params, text = request.params, ""
+        early = max(0, params.min_tokens - (len(request.tokens) - request.prompt_len)) if params.min_tokens else 0
         ids, reason, stop = self._until_end(request, ids, early)
-        if stream is not None:
-            text, taken, found = stream.push(ids, early, reason)
+        watched = request.deltas is not None or bool(params.stop)  # somebody looks at the text before its end
+        if self._tokenizer is not None and (watched or reason is not None):
+            stream = self._streams.get(request)
+            if stream is None:
+                stream = self._streams[request] = TextStream(self._tokenizer, request)
+            text, taken, found = stream.push(ids if watched else request.output_ids + ids, early, reason)
             if found is not None:
                 ids, reason, stop = ids[:taken], "stop", found
+            request.text += text
         request.tokens += ids
-        request.text += text
-        request.deltas.append(Delta(request.index, text, ids, reason))
+        if request.deltas is not None:
+            request.deltas.append(Delta(request.index, text, ids, reason))
         if reason is not None:
             # Last, as its caller may look without the lock.
             request.stop_reason, request.finish_reason = stop, reason
@@ -211,10 +216,11 @@ class Engine:
     ) -> tuple[list[int], str | None, str | int | None]:
         """Tokens up to the one that ends the request, finish and stop reason; the first `early` ones cannot stop it."""
         params, room = request.params, request.limit - len(request.tokens)
-        ids = ids[:room]
+        if len(ids) > room:
+            ids = ids[:room]
         eos = _NONE if params.ignore_eos else self._eos
         stops = eos.union(params.stop_token_ids) if params.stop_token_ids else eos
-        if not stops.isdisjoint(ids[early:]):
+        if not stops.isdisjoint(ids[early:] if early else ids):
             at = next(at for at in range(early, len(ids)) if ids[at] in stops)
             return ids[: at + 1], "stop", None if ids[at] in eos else ids[at]
         return ids, "length" if len(ids) == room else None, None

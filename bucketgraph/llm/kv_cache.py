@@ -75,7 +75,10 @@ class PagedKVCache:
                 given=f"{count} pages wanted, {len(self._free)} free",
                 hint="release finished batches, or give kv_cache more memory",
             )
-        return [self._free.pop() for _ in range(count)]
+        kept = len(self._free) - count
+        taken = self._free[kept:]
+        del self._free[kept:]
+        return taken[::-1]
 
     def release(self, pages: list[int]) -> None:
         """Take pages back. Their content is stale, and every reader masks by length."""

@@ -144,20 +144,20 @@ class DetokenizeStream:
 
     def feed(self, ids: int | Iterable[int]) -> str:
         """Add one id or several; returns the text that is now certain, often "". Raises InputError."""
-        return "".join(self._feed_one(token_id) for token_id in (ids if isinstance(ids, Iterable) else [ids]))
+        listed = list(ids) if isinstance(ids, Iterable) else [ids]
+        if (lowest := min(listed, default=0)) < 0:
+            raise InputError("token id", given=lowest, expected="a non-negative integer")
+        named = [(i, self._tokenizer.id_to_token(i)) for i in listed if i not in self._skipped]
+        known = [(i, token) for i, token in named if token is not None]
+        if self._utf8:
+            return self._utf8.decode(b"".join([token_bytes(token) for _, token in known]))
+        return "".join([self._feed_one(i, token) for i, token in known])
 
     def finish(self) -> str:
         """The rest: what was held back, with an unfinished character as U+FFFD."""
         return self._utf8.decode(b"", final=True) if self._utf8 else self._flush()
 
-    def _feed_one(self, token_id: int) -> str:
-        if token_id < 0:
-            raise InputError("token id", given=token_id, expected="a non-negative integer")
-        token = self._tokenizer.id_to_token(token_id)
-        if token is None or token_id in self._skipped:
-            return ""
-        if self._utf8:
-            return self._utf8.decode(token_bytes(token))
+    def _feed_one(self, token_id: int, token: str) -> str:  # of SentencePiece's
         self._held.append(token_id)
         return "" if _BYTE_TOKEN.fullmatch(token) else self._flush()
 
@@ -170,6 +170,7 @@ class DetokenizeStream:
         return text[len(before) :]
 
 
+@functools.lru_cache(maxsize=1 << 16)  # the tokens of a text are few, and asked for again and again
 def token_bytes(token: str) -> bytes:
     """The bytes that a byte-level token stands for; a token with any other character is plain text."""
     table = _byte_of_character()

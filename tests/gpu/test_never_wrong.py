@@ -100,6 +100,27 @@ def test_a_thousand_calls_neither_compile_nor_grow_nor_sync() -> None:
     assert not seen.any, seen
 
 
+def test_the_first_call_on_another_stream_waits_for_those_on_the_default_stream() -> None:
+    """Nothing was recorded for it until it came, and then the graph that it would disturb was still running."""
+
+    def slow(x: Tensor) -> Tensor:
+        torch.cuda._sleep(20_000_000)  # 10 ms between a call's fill and what reads its slots
+        return x * 2
+
+    ones, twos = torch.full((16, 64), 1.0, device=CUDA), torch.full((16, 64), 2.0, device=CUDA)
+    for _ in range(3):
+        with BucketManager(slow, rows_set(), device=CUDA) as manager:
+            assert manager.warmup().ok
+            stream = torch.cuda.Stream()
+            torch.cuda.synchronize()
+            held = [manager(x=ones)["y"], manager(x=ones)["y"]]
+            with torch.cuda.stream(stream):
+                held.append(manager(x=twos)["y"])
+            held.append(manager(x=ones)["y"])
+            torch.cuda.synchronize()
+            assert [float(y.min()) for y in held] == [float(y.max()) for y in held] == [2.0, 2.0, 4.0, 2.0]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_our_matmul_is_right_and_its_rows_do_not_depend_on_how_many_there_are(dtype: torch.dtype) -> None:
     tolerance = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}[dtype]

@@ -323,8 +323,9 @@ def test_no_row_count_and_no_metadata_alignment_compiles_anew():
             for splits in (1, 2, 7):
                 attend(triton_ops, case, num_splits=splits)
     new = {name: count - before[name] for name, count in compiled().items()}
-    # Rows padded to 1, 2, 4, 8, 16; three uses of dot; one split writes the result itself, in each tile that the rows get.
-    tiles = {decode_tile(rows * kv_heads, BF16, dim, False, torch.device(DEVICE)) for rows in ROWS}
+    # Rows padded to 1, 2, 4, 8, 16; three uses of dot; one split writes the result itself; each tile that rows get.
+    device = torch.device(DEVICE)
+    tiles = {decode_attention.decode_tile(rows * kv_heads, BF16, dim, False, device) for rows in ROWS}
     most = {"_skinny_whole": 5, "_skinny_dot": 3, "_decode": 2 * len(tiles), "_rms_norm": 1}
     # Fewer where a test before this one has compiled the same; one more would be a count that compiles anew.
     assert all(new[name] <= most[name] for name in most), new

@@ -258,6 +258,33 @@ def test_a_tensor_of_two_names_is_compared_once_and_recorded_once(
         contract.check()
 
 
+def test_a_mapping_of_many_is_compared_name_by_name() -> None:
+    state = {f"w{number}": torch.full((2,), float(number)) for number in range(40)}
+    contract = Contract(abs, state)
+    held = dict(state)
+    for name in ("w0", "w7", "w39"):
+        state[name] = state.pop(name)  # the same, in another order
+        contract.check()
+    state["w3"], state["w4"] = state["w4"], state["w3"]
+    with pytest.raises(StaleError, match="w3 was rebound"):
+        contract.check()
+    state.clear()
+    state |= {
+        f"w{(number + 1) % 40}": tensor for number, tensor in enumerate(held.values())
+    }  # in order, by other names
+    with pytest.raises(StaleError, match="w0 was rebound"):
+        contract.check()
+    state.clear()
+    state |= held
+    contract.check()
+    del state["w39"]
+    with pytest.raises(StaleError, match="w39 was deleted"):
+        contract.check()
+    state["w39"] = held["w39"].clone()
+    with pytest.raises(StaleError, match="w39 was rebound"):
+        contract.check()
+
+
 def test_comparing_300_tensors_does_not_grow_into_milliseconds() -> None:
     contract = Contract(nn.Sequential(*(nn.Linear(2, 2) for _ in range(150))))
     assert len(contract) == 300

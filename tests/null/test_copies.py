@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bucketgraph.copies import SMALL, DeviceCopies, HostCopies, Padding, Prepared
+from bucketgraph.copies import SMALL, DeviceCopies, HostCopies, Layouts, Padding, Prepared
 from bucketgraph.executables.family import CurrentStream, Family
 from bucketgraph.slots import Slot, _write
 
@@ -43,7 +43,7 @@ def test_joint_copies_equal_single_ones_bit_by_bit(seed: int) -> None:
     for slot, view, source in zip(slots, want, sources, strict=True):
         _write(view, source, slot.pad)
     padding = Padding(slots, max(view.nbytes for view in views), torch.device("cpu"))
-    on_device = DeviceCopies(slots, views, [(tuple(s.shape), s.stride()) for s in sources], padding)
+    on_device = DeviceCopies(slots, views, [tuple(s.shape) for s in sources], [s.stride() for s in sources], padding)
     for _ in range(2):
         for view in views:
             view.view(torch.uint8).fill_(1)
@@ -86,6 +86,129 @@ def test_a_device_is_asked_for_its_stream_object_only_when_the_stream_is_another
     found = [current() for _ in range(5)]
     assert found == [(0, "stream 1"), (0, "stream 1"), (7, "stream 2"), (7, "stream 2"), (0, "stream 3")]
     assert asked == [torch.device("cuda", 3)] * 3
+
+
+class Clock:
+    """Events and streams that write down what is asked of them."""
+
+    def __init__(self, family: Family) -> None:
+        self.said: list[str] = []
+        self.at = 0
+        family._read = self  # type: ignore[assignment]
+        family._stream = lambda: (self.at, f"stream {self.at}")  # type: ignore[assignment, return-value]
+
+    def record(self, stream: object) -> None:
+        self.said.append(f"record on {stream}")
+
+    def wait(self, stream: object) -> None:
+        self.said.append(f"{stream} waits")
+
+    def turn(self, family: Family, handle: int) -> list[str]:
+        self.at, self.said = handle, []
+        with family.turn():
+            self.said.append("turn")
+        return self.said
+
+
+def test_the_default_stream_is_recorded_only_when_another_one_comes() -> None:
+    family = Family(torch.device("cpu"))
+    clock = Clock(family)
+    assert [clock.turn(family, 0) for _ in range(3)] == [["turn"]] * 3
+    assert clock.turn(family, 7) == ["record on stream 0", "stream 7 waits", "turn", "record on stream 7"]
+    assert clock.turn(family, 7) == ["turn", "record on stream 7"]
+    assert clock.turn(family, 0) == ["stream 0 waits", "turn", "record on stream 0"], "at once, from now on"
+    assert clock.turn(family, 7) == ["stream 7 waits", "turn", "record on stream 7"]
+
+
+def test_a_stream_that_may_go_away_is_recorded_at_once() -> None:
+    family = Family(torch.device("cpu"))
+    clock = Clock(family)
+    assert clock.turn(family, 7) == ["turn", "record on stream 7"]
+    assert clock.turn(family, 9) == ["stream 9 waits", "turn", "record on stream 9"]
+    assert clock.turn(family, 0) == ["stream 0 waits", "turn", "record on stream 0"]
+
+
+def test_a_failed_turn_is_waited_for_too() -> None:
+    family = Family(torch.device("cpu"))
+    clock = Clock(family)
+    with pytest.raises(KeyError), family.turn():
+        raise KeyError
+    assert clock.turn(family, 7)[:2] == ["record on stream 0", "stream 7 waits"]
+    with pytest.raises(KeyError), family.turn():
+        raise KeyError
+    assert clock.said[-1] == "record on stream 7"
+
+
+class Sub(Tensor):
+    pass
+
+
+CHANGES = {
+    "shape": lambda: torch.zeros(3, 3),
+    "rank": lambda: torch.zeros(2, 3, 1),
+    "strides": lambda: torch.zeros(3, 2).t(),
+    "dtype": lambda: torch.zeros(2, 3, dtype=torch.float64),
+    "device": lambda: torch.zeros(2, 3, device="meta"),
+    "type": lambda: torch.zeros(2, 3).as_subclass(Sub),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("calls", [1, 2, 3, 9])
+def test_a_layout_is_known_again_and_another_one_is_not_taken_for_it(change: str, calls: int) -> None:
+    layouts = Layouts()
+    found = [layouts.of([torch.zeros(1), torch.rand(2, 3)]) for _ in range(calls)]
+    assert len(set(found)) == 1 and found[0].shapes == ((1,), (2, 3)) and found[0].strides == ((1,), (3, 1))
+    other = layouts.of([torch.zeros(1), CHANGES[change]()])
+    assert other is not found[0] and other.plain == (change != "type")
+    assert layouts.of([torch.zeros(1), CHANGES[change]()]) is other
+    assert layouts.of([torch.zeros(1), torch.zeros(2, 3)]) is found[0]
+
+
+def test_a_layout_is_the_same_in_every_mode_and_for_one_tensor_twice() -> None:
+    layouts, tensor = Layouts(), torch.zeros(2)
+    first = layouts.of([tensor, tensor])
+    for _ in range(5):
+        for given in ([tensor, tensor], [torch.ones(2), torch.ones(2, requires_grad=True)]):
+            for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+                with mode():
+                    assert layouts.of(given) is first
+            with torch.autocast("cpu"):
+                assert layouts.of(given) is first
+
+
+def test_layouts_that_take_turns_are_compared_in_c_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = Layouts()
+    shapes = [(n, m) for n in (1, 2, 3) for m in (4, 5)]
+    given = [[torch.zeros(n, m), torch.zeros(2), torch.zeros(m)] for n, m in shapes]
+    found = [layouts.of(each) for _ in range(4) for each in given]
+    assert len(set(found)) == 6 and found[:6] * 4 == found
+    monkeypatch.setattr(layouts, "_known", {})
+    assert [layouts.of(each) for each in given] == found[:6], "without their keys"
+    between = [torch.zeros(3, 5), torch.zeros(3), torch.zeros(5)]
+    assert layouts.of(between) not in found, "the ends are those of another one"
+
+
+def test_a_layout_that_stays_is_compared_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a few calls in a row, in whatever mode they are made."""
+    layouts = Layouts()
+    for mode in (torch.enable_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            given = [torch.zeros(2), torch.zeros(3)]
+            for _ in range(8):
+                found = layouts.of(given)
+            monkeypatch.setattr(layouts, "_known", {})
+            assert layouts.of(given) is found, "without its key"
+            monkeypatch.undo()
+
+
+@pytest.mark.parametrize("bad", [3, None, [1.0], "text"])
+def test_what_is_no_tensor_has_no_layout(bad: object) -> None:
+    layouts = Layouts()
+    for _ in range(3):
+        layouts.of([torch.zeros(2)])
+    with pytest.raises((AttributeError, TypeError)):
+        layouts.of([bad])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from llm_cases import (
 
 from bucketgraph import LLM, SamplingParams
 from bucketgraph.errors import InputError, NoBucketError, NotWarmError
+from bucketgraph.llm.request import Request
 
 COUNT = 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT)
@@ -228,6 +230,167 @@ def test_streams_and_calls_interleave(llm: LLM) -> None:
     other += [delta.token_ids[0] for delta in second]
     got += [delta.token_ids[0] for delta in first]
     assert (got, other) == (a, b) and is_idle(llm)
+
+
+class Letters:
+    """A tokenizer: token n is a letter, or an empty text."""
+
+    eos_token_ids = ()
+
+    def __init__(self) -> None:
+        self.fed = 0  # calls
+
+    def stream(self, skip_special_tokens: bool) -> Letters:
+        return self
+
+    def feed(self, ids: list[int]) -> str:
+        self.fed += 1
+        return "".join(chr(token) for token in ids if token > 32)
+
+    def finish(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("end", ["length", "stop token", "kept stop token", "too early"])
+def test_text_made_at_the_end_is_what_a_stream_joins_to(end: str) -> None:
+    letters = Letters()
+    llm = tiny_llm(tokenizer=letters)
+    ((*_, last), *_) = tokens(llm, [prompt(5)], SamplingParams(temperature=0.0, max_tokens=COUNT - 3))
+    options: dict[str, Any] = {
+        "length": {},
+        "stop token": {"stop_token_ids": [last]},
+        "kept stop token": {"stop_token_ids": [last], "include_stop_str_in_output": True},
+        "too early": {"stop_token_ids": [last], "min_tokens": COUNT},
+    }[end]
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, **options)
+    prompts = [prompt(5), prompt(9), prompt(17)]
+    letters.fed = 0
+    done = [result.outputs[0] for result in llm.generate(prompts, params)]
+    assert letters.fed == 3, "once for each prompt, when it ends"
+    for row, (one, line) in enumerate(zip(done, prompts, strict=True)):
+        deltas = list(llm.generate(line, params, stream=True))
+        assert (one.text, one.token_ids) == (
+            "".join(delta.text for delta in deltas),
+            [token for delta in deltas for token in delta.token_ids],
+        ), row
+        assert deltas[-1].finish_reason == one.finish_reason
+    shown = done[0].token_ids[: -1 if end == "stop token" else None]
+    assert done[0].text == "".join(chr(token) for token in shown if token > 32)
+    assert (done[0].finish_reason == "stop") == (end in ("stop token", "kept stop token"))
+
+
+def test_a_stop_string_ends_a_request_where_it_is_complete_with_a_stream_and_without() -> None:
+    llm = tiny_llm(tokenizer=Letters())
+    (whole,) = llm.generate(prompt(5), GREEDY)[0].outputs
+    stop = whole.text[len(whole.text) // 2 :][:2]
+    count = next(n for n in range(COUNT) if stop in "".join(chr(t) for t in whole.token_ids[:n] if t > 32))
+    assert 2 < count < COUNT
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, stop=stop)
+    (done,) = llm.generate(prompt(5), params)[0].outputs
+    assert (done.token_ids, done.finish_reason, done.stop_reason) == (whole.token_ids[:count], "stop", stop)
+    assert done.text == whole.text[: whole.text.index(stop)]
+    deltas = list(llm.generate(prompt(5), params, stream=True))
+    assert "".join(delta.text for delta in deltas) == done.text
+    assert [token for delta in deltas for token in delta.token_ids] == done.token_ids
+    assert is_idle(llm)
+
+
+def test_a_call_without_a_stream_keeps_no_deltas(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would take them, however long the generation is."""
+    seen: list[Any] = []
+    add = llm._engine.add
+    monkeypatch.setattr(llm._engine, "add", lambda requests: (seen.extend(requests), add(requests)))
+    tokens(llm, [prompt(5), prompt(9)])
+    assert len(seen) == 2 and not any(request.deltas for request in seen)
+
+
+# -- what the runner hands to decode -----------------------------------------------------------------------------------
+
+
+def held(llm: LLM, lengths: list[int]) -> list[Request]:
+    """Requests whose last token is to run, with pages for a few more."""
+    runner, requests = llm._runner, []
+    for row, length in enumerate(lengths):
+        params = SamplingParams(temperature=0.5 * row, top_k=row - 1, top_p=1 - 0.1 * row)
+        request = Request(prompt(length, row), params, seed=2**62 + row, computed=length - 1)
+        request.hold(runner.cache.allocate(runner.cache.pages_for(length + 8)), runner.table_width)
+        requests.append(request)
+    return requests
+
+
+def plainly(requests: list[Request]) -> dict[str, Any]:
+    at = [request.computed for request in requests]
+    return {
+        "input_ids": [request.tokens[n] for request, n in zip(requests, at, strict=True)],
+        "positions": at,
+        "slot_mapping": [int(r.table[n // 16]) * 16 + n % 16 for r, n in zip(requests, at, strict=True)],
+        "kv_lens": [n + 1 for n in at],
+        "block_tables": [request.table.tolist() for request in requests],
+        "temperature": [request.params.temperature for request in requests],
+        "top_k": [max(request.params.top_k, 0) for request in requests],
+        "top_p": torch.tensor([request.params.top_p for request in requests]).tolist(),
+        "seeds": [request.seed for request in requests],
+    }
+
+
+def test_places_prepared_ahead_are_used_for_the_very_step_they_are_of(llm: LLM) -> None:
+    """A run prepares the next one's; whatever changes meanwhile, the arrays are those of the requests as they are."""
+    runner = llm._runner
+    requests = held(llm, [15, 16, 31])
+
+    def step() -> None:
+        for request, token in zip(requests, runner.decode(requests)[0].tolist(), strict=True):
+            request.tokens.append(token)
+
+    def same(now: list[Request]) -> None:
+        got = {name: tensor.tolist() for name, tensor in runner.decode_arrays(now).items()}
+        assert got == plainly(now)
+
+    same(requests)
+    step()
+    same(requests)  # as prepared
+    same(requests)  # again: what was handed out is the caller's
+    step()
+    runner.decode_arrays(requests)["slot_mapping"].fill_(-1)
+    same(requests)
+    step()
+    same(requests[::-1])
+    step()
+    same(requests[1:])
+    step()
+    requests[1].computed -= 1
+    same(requests)
+    step()
+    requests[0].hold(runner.cache.allocate(1), runner.table_width)
+    same(requests)
+    step()
+    (requests[0].table, requests[1].table) = (requests[1].table, requests[0].table)
+    same(requests)
+    step()
+    requests[2].params, requests[2].seed = SamplingParams(temperature=0.0), 7
+    same(requests)
+    for request in requests:
+        runner.cache.release(request.pages)
+    assert is_idle(llm)
+
+
+def test_a_temperature_beyond_float32_is_its_largest_number_without_a_warning(llm: LLM) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        largest = torch.finfo(torch.float32).max
+        far, farther = (SamplingParams(temperature=t, seed=1, max_tokens=9) for t in (largest, 1e39))
+        assert tokens(llm, [prompt(5)], farther) == tokens(llm, [prompt(5)], far)
+
+
+def test_pages_are_handed_out_low_ones_first_all_or_none() -> None:
+    cache = tiny_llm(buckets(memory=f"{8 * PAGE_BYTES}B"), max_model_len=64, warmup=False)._runner.cache
+    first = cache.allocate(3)
+    assert first == [1, 2, 3] and cache.allocate(0) == [] and cache.free_pages == 4
+    with pytest.raises(InputError, match="5 pages wanted, 4 free"):
+        cache.allocate(5)
+    assert cache.allocate(4) == [4, 5, 6, 7] and cache.allocate(0) == []
+    cache.release(first)
+    assert first == [] and cache.allocate(2) == [1, 2]
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

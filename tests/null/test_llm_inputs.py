@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +61,7 @@ def nothing_ran(llm: LLM) -> Iterator[None]:
         ([True, False], "prompt 0: a token id is a whole number: given True"),
         ([[1, 2.0]], "prompt 0: a token id is a whole number: given 2.0"),
         ([[1, "2"]], "prompt 0: a token id is a whole number: given '2'"),
+        ([[1], [2, np.int64(3)]], "prompt 1: a token id is a whole number: given np.int64"),
         ([[1] * LIMIT], "prompt 0 is too long for the context: given 64 tokens and 1 to come, expected at most max_mo"),
         ([[1], [1] * 1000], "prompt 1 is too long for the context: given 1000 tokens"),
     ],
@@ -108,6 +110,13 @@ def test_a_bad_sampling_value_is_named_when_it_is_given(options: dict[str, Any])
     if options == {"stop": ""}:
         with pytest.raises(InputError, match="a stop string must be text that is not empty: given ''"):
             SamplingParams(**options)
+
+
+def test_a_token_id_may_be_of_a_subclass_of_int() -> None:
+    ids = enum.IntEnum("Ids", {"one": 1, "two": 2})
+    llm = tiny_llm(max_model_len=LIMIT)
+    (named,), (plain,) = (llm.generate([row], SamplingParams(temperature=0.0)) for row in ([ids.one, ids.two], [1, 2]))
+    assert named.outputs[0].token_ids == plain.outputs[0].token_ids
 
 
 IDS = torch.ones(2, 4, dtype=torch.int64)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from hypothesis import strategies as st  # noqa: E402
 from bucketgraph.config import BucketSet, load, parse  # noqa: E402
 from bucketgraph.errors import ConfigError, InputError, NoBucketError, NotWarmError  # noqa: E402
 from bucketgraph.executables import Family  # noqa: E402
-from bucketgraph.manager import BucketManager  # noqa: E402
+from bucketgraph.manager import BucketManager, profiler_ranges  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -348,6 +349,27 @@ def test_ranges_of_profilers_are_closed_however_a_call_ends(fails: bool) -> None
         assert fails
     names = ["fill", "replay"] if fails else ["fill", "replay", "read"]
     assert steps == [step for name in names for step in (f"bucketgraph.{name}", "pop")]
+
+
+@pytest.mark.parametrize(
+    ("depth", "injected", "listens"), [(-2, False, False), (-2, True, True), (0, False, True), (3, False, True)]
+)
+def test_ranges_are_made_only_where_a_profiler_may_listen(
+    depth: int, injected: bool, listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    nvtx = SimpleNamespace(range_push=lambda name: (made.append(name), depth)[1], range_pop=lambda: made.append("pop"))
+    monkeypatch.setattr(torch.cuda, "nvtx", nvtx)
+    monkeypatch.delenv("NVTX_INJECTION64_PATH", raising=False)
+    if injected:
+        monkeypatch.setenv("NVTX_INJECTION64_PATH", "/opt/libToolsInjection64.so")
+    push, pop = profiler_ranges(torch.device("cuda"))
+    assert made == ["bucketgraph", "pop"], "asked once, and left balanced"
+    push("bucketgraph.fill")
+    pop()
+    assert made[2:] == (["bucketgraph.fill", "pop"] if listens else [])
+    profiler_ranges(torch.device("cpu"))[0]("nothing")
+    assert "nothing" not in made
 
 
 @settings(max_examples=15)

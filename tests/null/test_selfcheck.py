@@ -84,9 +84,9 @@ def test_a_pad_rule_that_is_written_wrong_is_caught(monkeypatch: pytest.MonkeyPa
 def test_a_slot_of_minus_one_taken_as_an_index_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     right = reference.rope_and_write
 
-    def follows_minus_one(qkv: Tensor, *args: Any) -> Tensor:
+    def follows_minus_one(qkv: Tensor, *args: Any, **how: Any) -> Tensor:
         k_cache, v_cache = args[2], args[3]
-        rotated = right(qkv, *args)
+        rotated = right(qkv, *args, **how)
         if bool((args[4] < 0).any()):
             k_cache[-1, :, -1], v_cache[-1, :, -1] = 1.0, 1.0
         return rotated
