@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from math import inf
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from bucketgraph.selfcheck import TOLERANCE
 from bucketgraph.stats import Stats
 from bucketgraph.warmup import Progress, WarmupReport, warm_up
 
-_HOTTEST = float(np.finfo(np.float32).max)
+_HOTTEST = float(np.finfo(np.float32).max)  # beyond it, numpy would warn
 REQUEST_SLOTS = (8,)  # prompts that one prefill can pack, where the set declares no `requests` axis
 
 
@@ -169,7 +170,7 @@ class Runner:
         params = [request.params for request in requests]
         return {
             "block_tables": torch.from_numpy(np.array([request.table for request in requests])),
-            "temperature": _tensor([min(p.temperature, _HOTTEST) for p in params], np.float32),
+            "temperature": _tensor([p.temperature if p.temperature <= _HOTTEST else inf for p in params], np.float32),
             "top_k": _tensor([max(p.top_k, 0) for p in params], np.int32),
             "top_p": _tensor([p.top_p for p in params], np.float32),
             "seeds": _tensor([request.seed for request in requests], np.int64),
@@ -193,7 +194,7 @@ class Runner:
 
 
 def _tensor(numbers: Sequence[float], dtype: type[np.number]) -> Tensor:
-    """As `torch.tensor`, in less than half the time; numpy warns of what does not fit."""
+    """As `torch.tensor`, in less than half the time. The numbers have to fit."""
     return torch.from_numpy(np.array(numbers, dtype))
 
 

@@ -374,12 +374,22 @@ def test_places_prepared_ahead_are_used_for_the_very_step_they_are_of(llm: LLM) 
     assert is_idle(llm)
 
 
-def test_a_temperature_beyond_float32_is_its_largest_number_without_a_warning(llm: LLM) -> None:
+def test_a_temperature_beyond_float32_is_infinite_without_a_warning(llm: LLM) -> None:
+    largest = torch.finfo(torch.float32).max
+    given = [0, 1, 0.7, largest, 1e39, 10**30]
+    requests = [Request([1], SamplingParams(temperature=t), seed=0, computed=0) for t in given]
+    for request in requests:
+        request.hold([1], llm._runner.table_width)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        largest = torch.finfo(torch.float32).max
-        far, farther = (SamplingParams(temperature=t, seed=1, max_tokens=9) for t in (largest, 1e39))
-        assert tokens(llm, [prompt(5)], farther) == tokens(llm, [prompt(5)], far)
+        for arrays in (
+            llm._runner.prefill_arrays([(request, 1) for request in requests]),
+            llm._runner.decode_arrays(requests),
+        ):
+            want = torch.tensor([0.0, 1.0, 0.7, largest, float("inf"), 1e30], dtype=torch.float32)
+            assert torch.equal(arrays["temperature"], want)
+        sampling = SamplingParams(temperature=1e39, seed=1, max_tokens=3)
+        assert len(tokens(llm, [prompt(5)], sampling)[0]) == 3
 
 
 def test_pages_are_handed_out_low_ones_first_all_or_none() -> None:
