@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from llm_cases import buckets, tiny_llm
+from llm_cases import buckets, is_idle, tiny_llm
 from torch import Tensor
 
 from bucketgraph import BucketManager, slots
 from bucketgraph.config import BucketSet, parse
 from bucketgraph.kernels import reference
+from bucketgraph.llm.request import Request
 from bucketgraph.warmup import BucketReport
 
 
@@ -99,6 +100,54 @@ def test_a_slot_of_minus_one_taken_as_an_index_is_caught(monkeypatch: pytest.Mon
     assert llm.report is not None
     assert all("last page of the KV cache was written" in str(bucket.error) for bucket in llm.report.failed)
     assert len(llm.report.failed) == 2 and not bool(llm._runner.cache.data[:, :, -1].any())
+
+
+def test_made_up_requests_go_on_behind_what_the_model_wrote_itself() -> None:
+    llm = tiny_llm(buckets(tokens=[64], batch=[4], requests=[4]), warmup=False)
+    runner, cache = llm._runner, llm._runner.cache
+    examples = runner._examples
+    with torch.no_grad(), examples.step():
+        requests = examples._requests([5, 37, 0, 20, 5], [1, 2, 9, 1, 1], torch.Generator().manual_seed(3))
+        made = cache.data[:, :, torch.tensor(examples._pages)].clone()
+        assert requests[0].tokens[:5] == requests[4].tokens[:5] != requests[1].tokens[:5], "rows in turn"
+    assert not bool(cache.data.any()) and is_idle(llm), "and nothing of it stays"
+    first = 0
+    for request, before in zip(requests, [5, 37, 0, 20, 5], strict=True):
+        count = len(request.pages)
+        held = made[:, :, first : first + count].transpose(2, 3).flatten(3, 4)  # [layers, 2, kv_heads, tokens, dim]
+        first += count
+        assert bool(held[..., before:, :].isnan().all())
+        if not before:
+            continue
+        again = Request(request.tokens[:before], request.params, seed=0)
+        again.hold(pages := cache.allocate(count), runner.table_width)
+        with torch.no_grad():
+            runner.model.prefill(**runner.prefill_arrays([(again, before)]))
+        own = cache.data[:, :, torch.tensor(pages)].transpose(2, 3).flatten(3, 4)
+        torch.testing.assert_close(held[..., :before, :], own[..., :before, :])
+        cache.release(pages)
+
+
+@pytest.mark.parametrize("why", ["full", "broken", "infinite"])
+def test_without_a_context_of_the_models_made_up_requests_read_noise(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = tiny_llm(buckets(tokens=[64], batch=[4], requests=[4]), warmup=False)
+    runner, cache = llm._runner, llm._runner.cache
+    if why == "full":
+        cache.allocate(cache.free_pages - 2)
+    if why == "infinite":
+        runner.model.weights.layers[0].qkv[-1] = float("inf")
+
+    def broken(*_: object) -> dict[str, Tensor]:
+        raise RuntimeError("no kernel image")
+
+    if why == "broken":
+        monkeypatch.setattr(runner.prefill_manager, "run_unpadded", broken)
+    with torch.no_grad(), runner._examples.step():
+        (request,) = runner._examples._requests([5], [1], torch.Generator().manual_seed(3))
+        held = cache.data[:, :, request.pages[0]]
+        assert bool(held[..., :5, :].isfinite().all()) and bool(held[..., :5, :].any())
+        assert bool(held[..., 5:, :].isnan().all())
+    assert not bool(cache.data.any())
 
 
 def test_a_write_beyond_an_input_is_caught() -> None:

@@ -223,7 +223,8 @@ def test_the_self_check_pads_every_axis_that_has_room(sizes: tuple[int, int], in
     ],
 )
 def test_differences_within_tolerance(got: Tensor, want: Tensor, error: float) -> None:
-    assert selfcheck._difference("y", got, want, None) == pytest.approx(error, rel=0.01)
+    found = selfcheck._compare("y", got, want, None)
+    assert selfcheck._worst([{"y": found}]) == pytest.approx(error, rel=0.01) and found.agrees
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,26 @@ def test_differences_within_tolerance(got: Tensor, want: Tensor, error: float) -
 )
 def test_differences_that_fail(got: Tensor, want: Tensor, says: str) -> None:
     with pytest.raises(CaptureError, match=says):
-        selfcheck._difference("y", got, want, None)
+        selfcheck._worst([{"y": selfcheck._compare("y", got, want, None)}])
+
+
+@pytest.mark.parametrize(
+    ("rounds", "worst"),
+    [
+        ([[0.9, 0.1], [0.2, 0.3]], 0.2),  # the second one agreed: there is no third
+        ([[0.9, 0.1], [0.2, 0.9], [0.3, 0.4]], 0.4),
+        ([[0.9, 0.1], [0.2, 0.9], [0.9, 0.4]], None),  # the first row differs in two of three
+    ],
+)
+def test_a_row_fails_by_its_middle_difference(rounds: list[list[float]], worst: float | None) -> None:
+    found = [{"y": selfcheck._Found(torch.tensor(rows).double(), limit=0.5)} for rows in rounds]
+    again = iter(found)
+    if worst is None:
+        with pytest.raises(CaptureError, match=r"given 9\.00e-01, expected 0\.5"):
+            selfcheck._judged(lambda salt: next(again))
+    else:
+        assert selfcheck._judged(lambda salt: next(again)) == pytest.approx(worst)
+    assert not list(again), "as many rounds as it takes"
 
 
 def test_an_empty_lazy_report_is_ok() -> None:
