@@ -51,10 +51,16 @@ class Examples:
         self._stale = torch.zeros(0, dtype=torch.bool)  # [pages, page_size] entries that must still be NaN afterwards
         self._last: Tensor | None = None  # the cache's last page before the step: where an index of -1 would write
         self._contexts: list[_Contexts | None] = []  # once they were asked for; None where there are none
+        self._keeping = False
 
-    def forget(self) -> None:
-        """Give back what is kept from one step to the next."""
-        self._contexts = []
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """What is made for one step inside serves the next ones, too."""
+        self._keeping = True
+        try:
+            yield
+        finally:
+            self._keeping, self._contexts = False, []
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -66,6 +72,8 @@ class Examples:
         finally:
             self._give_back()
             self._cache.data[:, :, -1] = self._last
+            if not self._keeping:
+                self._contexts = []
 
     def prefill(self, sizes: Mapping[str, int], generator: torch.Generator) -> dict[str, Tensor]:
         """`tokens` in up to `requests` prompts. The first goes on where an earlier chunk ended, if there is room, and

@@ -75,10 +75,8 @@ class Runner:
 
     def warmup(self, on_progress: Callable[[Progress], None] | None = None) -> WarmupReport:
         """Warm both phases together."""
-        try:
+        with self._examples.kept():
             return warm_up([self.prefill_manager, self.decode_manager], on_progress)
-        finally:
-            self._examples.forget()
 
     def settled(self) -> None:
         """What was built up to now belongs to warm-up: stats count compiles and memory segments from here on."""

@@ -12,7 +12,9 @@ from torch import Tensor
 from bucketgraph import BucketManager, slots
 from bucketgraph.config import BucketSet, parse
 from bucketgraph.kernels import reference
+from bucketgraph.llm.examples import Examples
 from bucketgraph.llm.request import Request
+from bucketgraph.llm.sampling import SamplingParams
 from bucketgraph.warmup import BucketReport
 
 
@@ -126,6 +128,17 @@ def test_made_up_requests_go_on_behind_what_the_model_wrote_itself() -> None:
         own = cache.data[:, :, torch.tensor(pages)].transpose(2, 3).flatten(3, 4)
         torch.testing.assert_close(held[..., :before, :], own[..., :before, :])
         cache.release(pages)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_contexts_are_made_once_for_a_warm_up_and_kept_by_none(lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    whole = Examples._make_contexts
+    monkeypatch.setattr(Examples, "_make_contexts", lambda self: (made.append(1), whole(self))[1])
+    llm = tiny_llm(buckets(tokens=[64], batch=[1, 4], requests=[4], warmup={"self_check": True, "lazy": lazy}))
+    assert len(made) == (0 if lazy else 1)
+    llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=3))
+    assert bool(made) and not llm._runner._examples._contexts
 
 
 @pytest.mark.parametrize("why", ["full", "broken", "infinite"])
