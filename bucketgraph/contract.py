@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bucketgraph.copies import guards
 from bucketgraph.errors import StaleError
+from bucketgraph.layouts import guards
 
 _address = torch.Tensor.data_ptr
 _SMALL = 16  # items; of no more, comparing two dicts is as fast as comparing lists of what they hold

@@ -18,19 +18,10 @@ from torch import Tensor
 
 from bucketgraph.buckets import MAX_PLANS, Bucket
 from bucketgraph.config import InputSpec, OutputSpec, Ring
-from bucketgraph.copies import (
-    DeviceCopies,
-    HostCopies,
-    Layout,
-    Layouts,
-    Padding,
-    Prepared,
-    load_kernels,
-    repeat_last,
-    split,
-)
+from bucketgraph.copies import DeviceCopies, HostCopies, Padding, Prepared, load_kernels, repeat_last, split
 from bucketgraph.errors import ConfigError, InputError
 from bucketgraph.executables.family import CurrentStream, event
+from bucketgraph.layouts import Layout, Layouts
 
 _ALIGN = 256  # bytes; keeps every slot as aligned as a fresh allocation, which compiled kernels rely on
 _NUMPY = frozenset(

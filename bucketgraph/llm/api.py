@@ -209,7 +209,6 @@ class LLM:
         kind = self._loop if loop is None else _loop_kind(loop)
         for request in requests:
             request.loop, request.streamed = kind, stream
-            request.deltas = request.deltas if stream else None
         if stream:
             return self._stream(requests)
         self._drive(requests)
@@ -333,9 +332,7 @@ class LLM:
         text, ids = self._ids(prompt, what)
         if not ids:
             raise InputError(f"{what} is empty", hint="give at least one token")
-        # Looked at one by one only to say which is wrong.
-        if not ({int}.issuperset(map(type, ids)) and 0 <= min(ids) <= max(ids) < self.config.vocab_size):
-            padded.check_tokens(ids, self.config.vocab_size, what)
+        padded.check_tokens(ids, self.config.vocab_size, what)
         self._check_length(what, len(ids), 1)
         if params.stop_strings and self.tokenizer is None:
             raise InputError("stop strings need a tokenizer, and random weights have none")

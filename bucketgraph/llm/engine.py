@@ -194,7 +194,7 @@ class Engine:
         params, text = request.params, ""
         early = max(0, params.min_tokens - (len(request.tokens) - request.prompt_len)) if params.min_tokens else 0
         ids, reason, stop = self._until_end(request, ids, early)
-        watched = request.deltas is not None or bool(params.stop)  # somebody looks at the text before its end
+        watched = request.streamed or bool(params.stop)  # somebody looks at the text before its end
         if self._tokenizer is not None and (watched or reason is not None):
             stream = self._streams.get(request)
             if stream is None:
@@ -204,7 +204,7 @@ class Engine:
                 ids, reason, stop = ids[:taken], "stop", found
             request.text += text
         request.tokens += ids
-        if request.deltas is not None:
+        if request.streamed:
             request.deltas.append(Delta(request.index, text, ids, reason))
         if reason is not None:
             # Last, as its caller may look without the lock.

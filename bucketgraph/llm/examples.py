@@ -2,10 +2,10 @@
 
 The tokens before a request's run have the K and V that the model gives them; every other entry of its pages is NaN, so
 a read beyond a length shows. Random numbers would not do: behind them the last bit of a bfloat16 can turn all logits of
-trained weights (SmolLM2-135M: errors up to 1.2 of the largest logit, 0.02 behind its own K and V), and no tolerance
-could tell rounding from a fault. Afterwards nothing but the run's own slots may have changed, and page 0 must be zeros.
-Pages of live requests are never written: where too few are free, made-up requests read pages that may be held, and
-write none.
+trained weights (SmolLM2-135M: errors up to 1.2 of the largest logit, mostly 0.02 behind its own K and V), and no
+tolerance could tell rounding from a fault. Afterwards nothing but the run's own slots may have changed, and page 0 must
+be zeros. Pages of live requests are never written: where too few are free, made-up requests read pages that may be
+held, and write none.
 """
 
 from __future__ import annotations

@@ -91,6 +91,9 @@ def next_tokens(tokens: object, batch: int, vocab_size: int) -> list[int]:
 
 
 def check_tokens(tokens: list[int], vocab_size: int, what: str) -> list[int]:
+    # Looked at one by one only to say which is wrong.
+    if tokens and {int}.issuperset(map(type, tokens)) and 0 <= min(tokens) <= max(tokens) < vocab_size:
+        return tokens
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int):
             raise InputError(f"{what}: a token id is a whole number", given=repr(token))

@@ -38,7 +38,7 @@ class Request:
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    deltas: deque[Delta] | None = field(default_factory=deque)  # what a stream has not taken yet; None: nobody reads it
+    deltas: deque[Delta] = field(default_factory=deque)  # what a stream has not taken yet; none where there is none
     error: BaseException | None = None  # the step that ran it failed
 
     def __post_init__(self) -> None:

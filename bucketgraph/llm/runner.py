@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from math import inf
 
 import numpy as np
 import torch
@@ -30,7 +29,6 @@ from bucketgraph.selfcheck import TOLERANCE
 from bucketgraph.stats import Stats
 from bucketgraph.warmup import Progress, WarmupReport, warm_up
 
-_HOTTEST = float(np.finfo(np.float32).max)  # beyond it, numpy would warn
 REQUEST_SLOTS = (8,)  # prompts that one prefill can pack, where the set declares no `requests` axis
 
 
@@ -171,7 +169,7 @@ class Runner:
         params = [request.params for request in requests]
         return {
             "block_tables": torch.from_numpy(np.array([request.table for request in requests])),
-            "temperature": _tensor([p.temperature if p.temperature <= _HOTTEST else inf for p in params], np.float32),
+            "temperature": torch.tensor([p.temperature for p in params], dtype=torch.float32),  # may be beyond float32
             "top_k": _tensor([max(p.top_k, 0) for p in params], np.int32),
             "top_p": _tensor([p.top_p for p in params], np.float32),
             "seeds": _tensor([request.seed for request in requests], np.int64),

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bucketgraph.copies import SMALL, DeviceCopies, HostCopies, Layouts, Padding, Prepared
+from bucketgraph.copies import SMALL, DeviceCopies, HostCopies, Padding, Prepared
 from bucketgraph.executables.family import CurrentStream, Family
+from bucketgraph.layouts import Layouts
 from bucketgraph.slots import Slot, _write
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)

@@ -208,7 +208,7 @@ def test_many_tokens_at_once_mean_what_they_mean_one_by_one(limit: int) -> None:
     engine = llm._engine
 
     def fed(params: SamplingParams, size: int) -> Request:
-        request = Request([1, 2], params, 0, limit=2 + limit)
+        request = Request([1, 2], params, 0, limit=2 + limit, streamed=True)
         engine._running.append(request)
         for start in range(0, len(ids), size):
             if not request.done:
@@ -243,7 +243,7 @@ def test_a_request_is_done_only_when_all_of_it_is_there() -> None:
             super().__setattr__(name, value)
 
     engine = tiny_llm(buckets(batch=[1]), warmup=False)._engine
-    request = Watched([1], GREEDY, 0, limit=2)
+    request = Watched([1], GREEDY, 0, limit=2, streamed=True)
     engine._running.append(request)
     engine._finish_or_go_on(request, [5, 6])
     assert request.done
