@@ -21,59 +21,33 @@ from torch import Tensor
 
 from . import checks
 from . import pdl as chain
+from .sampling_math import (
+    LOWEST,
+    NONE,
+    at_least,
+    drawn,
+    is_allowed,
+    kth_key,
+    limited_by_mass,
+    limited_by_rank,
+    masses,
+    narrow,
+    next_best,
+    ordered,
+    packed,
+    quarters,
+    rate_of,
+    token_of,
+)
 
 TILE = 1024  # tokens per step of many programs
 STEP = 4096  # tokens per step of the one program that has a row for itself
 GROUPS = 16  # parts of a tile whose largest logits are kept
 FEW, MANY = 512, 4096  # candidates of top-k that are compared in registers; with more the row is searched
 PROGRAMS = 256  # that look for candidates: what runs at once on an H200
-LOWEST = tl.constexpr(-(2**31))  # below every key
-NONE = tl.constexpr(-(2**63))  # below every packed score
-ONE = tl.constexpr(2**40)  # mass of the largest logit; a sum over 2**22 tokens fits
 # The state of a limited row: candidates of top-k; the whole mass; the masses above the winner and two guesses of who is
 # next; who is next after the winner and after the first guess; the guesses.
 COUNT, WHOLE, ABOVE, NEXT, GUESS, STATE = (tl.constexpr(i) for i in (0, 1, 2, 5, 7, 16))
-
-
-@triton.jit
-def _ordered(x):
-    """int32 keys in the order of float32 `x`."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-
-
-@triton.jit
-def _uniform(seed, token, position):
-    """Top 23 bits of the first Philox word, at the cell centres: exact in float32, never 0 or 1."""
-    zero = token * 0
-    word, _, _, _ = tl.philox(seed, token, zero + position, zero, zero)
-    return ((word >> 9).to(tl.int32).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-
-
-@triton.jit
-def _packed(score, token):
-    """Score above, complement of the token id below: one maximum gives the best score and, of ties, the first token."""
-    return (_ordered(score).to(tl.int64) << 32) | (0xFFFFFFFF - token.to(tl.int64))
-
-
-@triton.jit
-def _token(packed):
-    return 0xFFFFFFFF - (packed & 0xFFFFFFFF)
-
-
-@triton.jit
-def _drawn(x, t, seed, token, position):
-    """Packed scores with their noise."""
-    return _packed(x - t * tl.log(-tl.log(_uniform(seed, token, position))), token)
-
-
-@triton.jit
-def _mass(key, top, rate):
-    """Softmax masses relative to that of the largest key, `ONE`, rounded down; int64."""
-    x = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    best = (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    part = tl.exp2((x - best) * rate) * ONE
-    return tl.where(key == top, ONE, tl.where(part > 0, part, 0.0).to(tl.int64))  # NaN is 0
 
 
 @triton.jit
@@ -84,77 +58,17 @@ def _top(maxima, GROUPS: tl.constexpr, ALL: tl.constexpr):
 
 
 @triton.jit
-def _rate(t):
-    return tl.minimum(1.4426950408889634 / t, 1.0e30)
-
-
-@triton.jit
-def _by_rank(t, k, V: tl.constexpr):
-    return (t > 0) & (k > 0) & (k < V)
-
-
-@triton.jit
-def _by_mass(t, p):
-    return (t > 0) & (p < 1.0)
-
-
-@triton.jit
-def _allowed(above, whole, p):
-    """Whether top-p leaves a token with mass `above` strictly above it; the largest always stays."""
-    return (above == 0) | (above.to(tl.float64) < whole.to(tl.float64) * p.to(tl.float64))
-
-
-@triton.jit
-def _next(scores, keys, refused):
-    """The best packed score with a key above `refused`, `NONE` if there is none, and its key."""
-    best = tl.max(tl.where(keys > refused, scores, NONE), 0)
-    return best, tl.max(tl.where(scores == best, keys, LOWEST), 0)
-
-
-@triton.jit
-def _quarters(low, high):
-    """Three keys that cut `low .. high` (int64) in four; all lie strictly between, equal where room is short."""
-    step = (high - low + 3) // 4
-    b, c = tl.minimum(low + 2 * step, high - 1), tl.minimum(low + 3 * step, high - 1)
-    return (low + step).to(tl.int32), b.to(tl.int32), c.to(tl.int32)
-
-
-@triton.jit
-def _at_least(keys, a, b, c):
-    """Whether keys are at least `a`, `b`, `c`, as ones in three fields of an int64 to sum."""
-    return (keys >= a).to(tl.int64) | ((keys >= b).to(tl.int64) << 21) | ((keys >= c).to(tl.int64) << 42)
-
-
-@triton.jit
-def _narrow(low, high, a, b, c, counts, k):
-    """The quarter below whose end `k` keys are reached: `counts` are sums of `_at_least`."""
-    in_a, in_b, in_c = (counts & 0x1FFFFF) >= k, ((counts >> 21) & 0x1FFFFF) >= k, (counts >> 42) >= k
-    a, b, c = a.to(tl.int64), b.to(tl.int64), c.to(tl.int64)
-    new_low = tl.where(in_c, c, tl.where(in_b, b, tl.where(in_a, a, low)))
-    return new_low, tl.where(in_a, tl.where(in_b, tl.where(in_c, high, c), b), a)
-
-
-@triton.jit
-def _kth(keys, k, low, high):
-    """The k-th largest key, if it is in `low .. high - 1` (int64), else `low`."""
-    while high - low > 1:
-        a, b, c = _quarters(low, high)
-        low, high = _narrow(low, high, a, b, c, tl.sum(_at_least(keys, a, b, c), 0), k)
-    return low.to(tl.int32)
-
-
-@triton.jit
 def _kth_of_row(row, k, top, V: tl.constexpr, BLOCK: tl.constexpr):
     """The k-th largest key of a row, in some 16 passes over it."""
     low, high = tl.full((), LOWEST, tl.int64), top.to(tl.int64) + 1
     while high - low > 1:
-        a, b, c = _quarters(low, high)
+        a, b, c = quarters(low, high)
         counts = tl.zeros([BLOCK], tl.int64)
         for start in tl.range(0, V, BLOCK):
             token = start + tl.arange(0, BLOCK)
             x = tl.load(row + token, mask=token < V, other=0.0).to(tl.float32)
-            counts += _at_least(tl.where(token < V, _ordered(x), LOWEST), a, b, c)  # what is asked is above the lowest
-        low, high = _narrow(low, high, a, b, c, tl.sum(counts, 0), k)
+            counts += at_least(tl.where(token < V, ordered(x), LOWEST), a, b, c)  # what is asked is above the lowest
+        low, high = narrow(low, high, a, b, c, tl.sum(counts, 0), k)
     return low.to(tl.int32)
 
 
@@ -165,10 +79,10 @@ def _weighed(row, refused, top, rate, t, seed, position, V: tl.constexpr, BLOCK:
     for start in tl.range(0, V, BLOCK):
         token = start + tl.arange(0, BLOCK)
         x = tl.load(row + token, mask=token < V, other=0.0).to(tl.float32)
-        key = tl.where(token < V, _ordered(x), LOWEST)
+        key = tl.where(token < V, ordered(x), LOWEST)
         if tl.max(key, 0) > refused:
-            mass += tl.sum(tl.where(key > refused, _mass(key, top, rate), 0), 0)
-            score = _drawn(x, t, seed, token, position)
+            mass += tl.sum(tl.where(key > refused, masses(key, top, rate), 0), 0)
+            score = drawn(x, t, seed, token, position)
             best = tl.maximum(best, tl.max(tl.where(key > refused, score, NONE), 0))
     return mass, best
 
@@ -197,15 +111,15 @@ def _tile_best(
     seed, position = tl.load(seeds + index), tl.load(positions + index)
     chain.wait(PDL)
     x = tl.load(logits + index * V + token, mask=inside, other=0.0).to(tl.float32)
-    packed = _packed(x, token)
-    by_rank = _by_rank(t, k, V)
+    score = packed(x, token)
+    by_rank = limited_by_rank(t, k, V)
     if (t > 0) & (by_rank == 0):
-        packed = _drawn(x, t, seed, token, position)
-    packed = tl.where(inside, packed, NONE)
+        score = drawn(x, t, seed, token, position)
+    score = tl.where(inside, score, NONE)
     place = index * tl.num_programs(1) + tile
-    tl.store(partial + place, tl.max(packed, 0))
-    if by_rank | _by_mass(t, p):
-        key = tl.where(inside, _ordered(x), LOWEST)
+    tl.store(partial + place, tl.max(score, 0))
+    if by_rank | limited_by_mass(t, p):
+        key = tl.where(inside, ordered(x), LOWEST)
         largest = tl.max(tl.reshape(key, [GROUPS, BLOCK // GROUPS]), 1)
         tl.store(maxima + place * GROUPS + tl.arange(0, GROUPS), largest)
         if tile == 0:
@@ -235,19 +149,19 @@ def _collect(
     group = tl.arange(0, ALL * GROUPS)
     largest = tl.load(maxima + group, mask=group < TILES * GROUPS, other=LOWEST)
     # Half of the bits of the k-th largest maximum; the lowest where groups are fewer than k.
-    bound = _kth(largest >> 16, k, tl.full((), -(2**15), tl.int64), tl.full((), 2**15, tl.int64)) << 16
+    bound = kth_key(largest >> 16, k, tl.full((), -(2**15), tl.int64), tl.full((), 2**15, tl.int64)) << 16
     for tile in tl.range(tl.program_id(1), TILES, tl.num_programs(1)):
         if tl.max(tl.load(maxima + tile * GROUPS + tl.arange(0, GROUPS)), 0) >= bound:
             token = tile * BLOCK + tl.arange(0, BLOCK)
             x = tl.load(row + token, mask=token < V, other=0.0).to(tl.float32)
-            key = _ordered(x)
+            key = ordered(x)
             stays = (token < V) & (key >= bound)
             last = tl.cumsum(stays.to(tl.int32), 0)
             count = tl.sum(stays.to(tl.int32), 0).to(tl.int64)
             slot = tl.atomic_add(state + COUNT, count, sem="relaxed") + last - 1
             stays = stays & (slot < MANY)
             tl.store(keys + slot, key, mask=stays)
-            tl.store(scores + slot, _drawn(x, t, seed, token, position), mask=stays)
+            tl.store(scores + slot, drawn(x, t, seed, token, position), mask=stays)
 
 
 @triton.jit
@@ -266,14 +180,14 @@ def _ask(
     ALL: tl.constexpr,
 ):
     """The masses above the winner and two guesses of who is next, and who is next after the winner and the first."""
-    top, rate = _top(maxima, TILES * GROUPS, ALL * GROUPS), _rate(t)
+    top, rate = _top(maxima, TILES * GROUPS, ALL * GROUPS), rate_of(t)
     of_tile = tl.arange(0, ALL)
     winners = tl.load(partial + of_tile, mask=of_tile < TILES, other=NONE)
-    logit = tl.load(row + _token(winners), mask=of_tile < TILES, other=0.0).to(tl.float32)
-    keys = tl.where(of_tile < TILES, _ordered(logit), LOWEST)
-    _, key0 = _next(winners, keys, LOWEST)
-    guess1, key1 = _next(winners, keys, key0)
-    guess2, key2 = _next(winners, keys, key1)
+    logit = tl.load(row + token_of(winners), mask=of_tile < TILES, other=0.0).to(tl.float32)
+    keys = tl.where(of_tile < TILES, ordered(logit), LOWEST)
+    _, key0 = next_best(winners, keys, LOWEST)
+    guess1, key1 = next_best(winners, keys, key0)
+    guess2, key2 = next_best(winners, keys, key1)
     if tl.program_id(1) == 0:
         tl.store(state + GUESS, guess1)
         tl.store(state + GUESS + 1, guess2)
@@ -284,14 +198,14 @@ def _ask(
     for tile in tl.range(tl.program_id(1), TILES, tl.num_programs(1)):
         token = tile * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(row + token, mask=token < V, other=0.0).to(tl.float32)
-        key = tl.where(token < V, _ordered(x), LOWEST)
-        mass = _mass(key, top, rate)
+        key = tl.where(token < V, ordered(x), LOWEST)
+        mass = masses(key, top, rate)
         whole += mass
         if tl.max(key, 0) > key0:
             above0 += tl.where(key > key0, mass, 0)
             above1 += tl.where(key > key1, mass, 0)
             above2 += tl.where(key > key2, mass, 0)
-            score = _drawn(x, t, seed, token, position)
+            score = drawn(x, t, seed, token, position)
             next0 = tl.maximum(next0, tl.where(key > key0, score, NONE))
             next1 = tl.maximum(next1, tl.where(key > key1, score, NONE))
     tl.atomic_add(state + WHOLE, tl.sum(whole, 0), sem="relaxed")
@@ -331,10 +245,10 @@ def _candidates(
     seed, position = tl.load(seeds + index), tl.load(positions + index)
     chain.wait(PDL)
     row, maxima, state = logits + index * V, maxima + index * TILES * GROUPS, state + index * STATE
-    if _by_rank(t, k, V):
+    if limited_by_rank(t, k, V):
         keys, scores = keys + index * MANY, scores + index * MANY
         _collect(row, maxima, state, keys, scores, k, t, seed, position, V, TILES, BLOCK, GROUPS, ALL, MANY)
-    elif _by_mass(t, p):
+    elif limited_by_mass(t, p):
         _ask(row, partial + index * TILES, maxima, state, t, seed, position, V, TILES, BLOCK, GROUPS, ALL)
 
 
@@ -346,13 +260,13 @@ def _among(keys, scores, count, k, p, top, rate, SIZE: tl.constexpr):
     key = tl.load(keys + slot, mask=inside, other=LOWEST)
     score = tl.load(scores + slot, mask=inside, other=NONE)
     least = tl.min(tl.where(inside, key, 0x7FFFFFFF), 0)
-    kth = _kth(key, k, least.to(tl.int64), top.to(tl.int64) + 1)
-    best, refused = _next(score, key, kth - 1)
+    kth = kth_key(key, k, least.to(tl.int64), top.to(tl.int64) + 1)
+    best, refused = next_best(score, key, kth - 1)
     if p < 1.0:
-        mass = tl.where(key >= kth, _mass(key, top, rate), 0)
+        mass = tl.where(key >= kth, masses(key, top, rate), 0)
         whole = tl.sum(mass, 0)
-        while _allowed(tl.sum(tl.where(key > refused, mass, 0), 0), whole, p) == 0:
-            best, refused = _next(score, key, refused)
+        while is_allowed(tl.sum(tl.where(key > refused, mass, 0), 0), whole, p) == 0:
+            best, refused = next_best(score, key, refused)
     return best
 
 
@@ -361,11 +275,11 @@ def _answer(state, best, p):
     """The whole mass, the packed score of the token by what `_ask` found, and whether it is known to be allowed."""
     whole = tl.load(state + WHOLE)
     next0, next1 = tl.load(state + NEXT), tl.load(state + NEXT + 1)
-    known1 = _token(next0) == _token(tl.load(state + GUESS))
-    known2 = known1 & (_token(next1) == _token(tl.load(state + GUESS + 1)))
-    good0 = _allowed(tl.load(state + ABOVE), whole, p)
-    good1 = known1 & _allowed(tl.load(state + ABOVE + 1), whole, p)
-    good2 = known2 & _allowed(tl.load(state + ABOVE + 2), whole, p)
+    known1 = token_of(next0) == token_of(tl.load(state + GUESS))
+    known2 = known1 & (token_of(next1) == token_of(tl.load(state + GUESS + 1)))
+    good0 = is_allowed(tl.load(state + ABOVE), whole, p)
+    good1 = known1 & is_allowed(tl.load(state + ABOVE + 1), whole, p)
+    good2 = known2 & is_allowed(tl.load(state + ABOVE + 2), whole, p)
     best = tl.where(good0, best, tl.where(known1 & (good1 == 0), next1, next0))
     return whole, best, good0 | good1 | good2
 
@@ -400,10 +314,10 @@ def _row_best(
     row, state = logits + index * V, state + index * STATE
     tile = tl.arange(0, ALL)
     best = tl.max(tl.load(partial + index * TILES + tile, mask=tile < TILES, other=NONE), 0)
-    by_rank, by_mass = _by_rank(t, k, V), _by_mass(t, p)
+    by_rank, by_mass = limited_by_rank(t, k, V), limited_by_mass(t, p)
     if by_rank | by_mass:
         seed, position = tl.load(seeds + index), tl.load(positions + index)
-        top, rate = _top(maxima + index * TILES * GROUPS, TILES * GROUPS, ALL * GROUPS), _rate(t)
+        top, rate = _top(maxima + index * TILES * GROUPS, TILES * GROUPS, ALL * GROUPS), rate_of(t)
         whole = tl.full((), 0, tl.int64)
         allowed = tl.full((), True, tl.int1)
         if by_rank:
@@ -420,11 +334,11 @@ def _row_best(
         else:
             whole, best, allowed = _answer(state, best, p)
         while allowed == 0:
-            refused = _ordered(tl.load(row + _token(best)).to(tl.float32))
+            refused = ordered(tl.load(row + token_of(best)).to(tl.float32))
             above, following = _weighed(row, refused, top, rate, t, seed, position, V, STEP)
-            allowed = _allowed(above, whole, p)
+            allowed = is_allowed(above, whole, p)
             best = tl.where(allowed, best, following)
-    tl.store(tokens + index, _token(best))
+    tl.store(tokens + index, token_of(best))
 
 
 def sample(

@@ -15,6 +15,7 @@ from bucketgraph.kernels import (
     rms_norm,
     rope,
     sampling,
+    sampling_math,
     swiglu,
     triton_ops,
 )
@@ -206,7 +207,7 @@ def test_swiglu(width, dtype, nan_memory):
 @triton.jit
 def _draw(seed, position, out, V: tl.constexpr):
     token = tl.arange(0, V)
-    tl.store(out + token, sampling._uniform(tl.load(seed), token, tl.load(position)))
+    tl.store(out + token, sampling_math.uniform(tl.load(seed), token, tl.load(position)))
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**62 + 12345])

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bucketgraph.kernels import ops, reference, sampling
+from bucketgraph.kernels import ops, reference, sampling, sampling_math
 
 triton_ops = ops("cuda")
 
@@ -13,7 +13,7 @@ triton_ops = ops("cuda")
 @triton.jit
 def _draw(seed, position, out, V: tl.constexpr):
     token = tl.arange(0, V)
-    tl.store(out + token, sampling._uniform(tl.load(seed), token, tl.load(position)))
+    tl.store(out + token, sampling_math.uniform(tl.load(seed), token, tl.load(position)))
 
 
 def params(rows, temperature=1.0, top_k=0, top_p=1.0, first_seed=0):
