@@ -6,6 +6,7 @@ The watchdog over each test is pytest's own, set in pyproject.toml.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,17 @@ else:
     # Small or busy machines are slow at times: no deadline. The examples are the same in every run.
     settings.register_profile("steady", deadline=None, derandomize=True)
     settings.load_profile("steady")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For small tensors: sharing their work among threads costs more than it saves, and much where cores are busy."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

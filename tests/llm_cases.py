@@ -39,6 +39,14 @@ _TEXTS = (
 _LENGTHS = (1, 16, 64, 5, 150, 33, 15, 97, 2, 17, 128, 65, 31, 120, 8, 48, 63, 3, 140, 32, 111, 21, 129, 12)
 
 
+def cast(config: ModelConfig, weights: ModelWeights, dtype: torch.dtype) -> ModelWeights:
+    """The same values in another dtype, on the same device."""
+    made, source = random_weights(config, dtype, weights.embed.device), weights.tensors()
+    for name, tensor in made.tensors().items():
+        tensor.copy_(source[name])
+    return made
+
+
 def prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
     """Token ids of `count` different pieces of text, prose and code, of lengths from 1 to 150."""
     stream = tokenizer.encode("".join(_TEXTS))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from llm_cases import buckets, is_idle, pad, padded_greedy, transformers_logits, transformers_twin
+from llm_cases import buckets, cast, is_idle, pad, padded_greedy, transformers_logits, transformers_twin
 from torch import Tensor
 
 from bucketgraph import LLM, SamplingParams
@@ -51,13 +51,6 @@ def served(
     assert llm.report is not None and llm.report.ok, llm.report
     assert {row.executable for row in llm.report.buckets} == {executable}
     return llm
-
-
-def cast(config: ModelConfig, weights: ModelWeights, dtype: torch.dtype) -> ModelWeights:
-    made, source = random_weights(config, dtype, DEVICE), weights.tensors()
-    for name, tensor in made.tensors().items():
-        tensor.copy_(source[name])
-    return made
 
 
 def logits(llm: LLM, rows: Sequence[Sequence[int]], forced: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -20,6 +20,8 @@ from null.loop_double import installed
 from bucketgraph.llm import presets
 from bucketgraph.llm.weights import random_weights
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 COMMON = ["--device", "cpu", "--shapes", "tiny", "--repeats", "5", "--numerics", "fast"]
 DECODE = [*COMMON, "--context", "20", "--batches", "1,3", "--also", "2x30", "--max-model-len", "64"]
@@ -32,15 +34,6 @@ DISPATCH = ["--device", "cpu", "--inputs", "2", "--calls", "20", "--peers", "non
 LOOP = ["--device", "cpu", "--shapes", "tiny", "--batches", "1,3", "--prompt", "8", "--tokens", "12"]
 LOOP += ["--rounds", "1", "--cancels", "2", "--long", "30"]
 Run = Callable[[str, list[str]], tuple[int, str, dict[str, Any]]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from more, and lose much where the cores are busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,16 +22,10 @@ from bucketgraph.llm.device_loop import loop as loop_module
 from bucketgraph.llm.device_loop.ring import Ring
 from bucketgraph.llm.request import Request
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 COUNT = 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

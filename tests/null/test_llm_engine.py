@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,18 +25,11 @@ from bucketgraph import LLM, SamplingParams
 from bucketgraph.errors import InputError, NoBucketError, NotWarmError
 from bucketgraph.llm.request import Request
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 COUNT = 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT)
 PAGE_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # K and V, layers, KV heads, page, head_dim, float32
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models here are so small that sharing their work among threads costs more than it saves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from llm_cases import buckets, is_idle, loud_weights, pad, tiny, transformers_logits, transformers_twin
+from llm_cases import buckets, cast, is_idle, loud_weights, pad, tiny, transformers_logits, transformers_twin
 
 from bucketgraph import LLM, SamplingParams
 from bucketgraph.errors import ConfigError, ModelError
 from bucketgraph.llm.model_config import ModelConfig, RopeConfig, RopeScaling, load_config
-from bucketgraph.llm.weights import ModelWeights, load_weights, random_weights
+from bucketgraph.llm.weights import load_weights
 
 pytest.importorskip("transformers")
 
@@ -86,13 +86,6 @@ def test_half_precision_stays_near_float32(dtype: str, close: float) -> None:
             assert error < close
             chosen = want.tokens
             single.decode(want, chosen), half.decode(got, chosen)
-
-
-def cast(config: ModelConfig, weights: ModelWeights, dtype: torch.dtype) -> ModelWeights:
-    made, source = random_weights(config, dtype, "cpu"), weights.tensors()
-    for name, tensor in made.tensors().items():
-        tensor.copy_(source[name])
-    return made
 
 
 def test_random_models_take_ids_only() -> None:

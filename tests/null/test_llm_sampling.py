@@ -11,15 +11,9 @@ from llm_cases import buckets, is_idle, pad, tiny_llm
 
 from bucketgraph import LLM, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 COUNT = 16
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
