@@ -39,9 +39,9 @@ _TEXTS = (
 _LENGTHS = (1, 16, 64, 5, 150, 33, 15, 97, 2, 17, 128, 65, 31, 120, 8, 48, 63, 3, 140, 32, 111, 21, 129, 12)
 
 
-def cast(config: ModelConfig, weights: ModelWeights, dtype: torch.dtype) -> ModelWeights:
-    """The same values in another dtype, on the same device."""
-    made, source = random_weights(config, dtype, weights.embed.device), weights.tensors()
+def cast(config: ModelConfig, weights: ModelWeights, dtype: torch.dtype, device: str | None = None) -> ModelWeights:
+    """The same values in another dtype, on the same device or another one."""
+    made, source = random_weights(config, dtype, device or weights.embed.device), weights.tensors()
     for name, tensor in made.tensors().items():
         tensor.copy_(source[name])
     return made

@@ -21,7 +21,7 @@ from bucketgraph.kernels import decode_attention, prefill_attention, rms_norm, r
 from bucketgraph.llm import model
 from bucketgraph.llm.model_config import ModelConfig, load_config
 from bucketgraph.llm.presets import preset, shrink
-from bucketgraph.llm.projections import mixes, streamed_mixes
+from bucketgraph.llm.projections import mixes
 from bucketgraph.llm.weights import ModelWeights, load_weights, random_weights
 
 DEVICE = "cuda"
@@ -51,6 +51,11 @@ def served(
     assert llm.report is not None and llm.report.ok, llm.report
     assert {row.executable for row in llm.report.buckets} == {executable}
     return llm
+
+
+def only(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models made from here on run their matmuls by this mix where there is a choice."""
+    monkeypatch.setattr(model, "mixes", lambda *asked: {k: m for k, m in mixes(*asked).items() if k == mix})
 
 
 def logits(llm: LLM, rows: Sequence[Sequence[int]], forced: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -120,10 +125,7 @@ def error_of(got: list[Tensor], want: list[Tensor]) -> float:
 def test_a_graph_equals_eager_bit_for_bit_in_the_same_bucket(
     name: str, dtype: torch.dtype, mix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "mixes", lambda *ways: {k: m for k, m in mixes(*ways).items() if k == mix})
-    monkeypatch.setattr(
-        model, "streamed_mixes", lambda *ways: {k: m for k, m in streamed_mixes(*ways).items() if k == mix}
-    )
+    only(mix, monkeypatch)
     config = shrink(preset(name), num_layers=4)
     weights = random_weights(config, dtype, DEVICE)
     with served(config, weights) as graph, served(config, weights, executable="eager") as eager:
@@ -139,10 +141,7 @@ def test_a_graph_equals_eager_bit_for_bit_in_the_same_bucket(
 @pytest.mark.parametrize("mix", ["fused", "library", "streamed"])
 def test_a_step_gives_the_same_bits_whenever_it_runs(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small kernels of many layers overlap the most: what one reads too early shows in the bits of some run."""
-    monkeypatch.setattr(model, "mixes", lambda *ways: {k: m for k, m in mixes(*ways).items() if k == mix})
-    monkeypatch.setattr(
-        model, "streamed_mixes", lambda *ways: {k: m for k, m in streamed_mixes(*ways).items() if k == mix}
-    )
+    only(mix, monkeypatch)
     config = preset("smollm2-135m")
     with served(config, random_weights(config, BF16, DEVICE), buckets(tokens=[64], batch=[1, 2, 4])) as llm:
         manager = llm._runner.decode_manager
@@ -161,8 +160,7 @@ def test_a_step_gives_the_same_bits_whenever_it_runs(mix: str, monkeypatch: pyte
 @pytest.mark.parametrize("mix", ["fused", "library"])
 def test_dependent_launches_change_no_bit(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both phases over several layers and buckets, the kernels overlapping at their ends and not."""
-    monkeypatch.setattr(model, "mixes", lambda *ways: {k: m for k, m in mixes(*ways).items() if k == mix})
-    monkeypatch.setattr(model, "streamed_mixes", lambda *ways: {})
+    only(mix, monkeypatch)
     config = shrink(preset("llama-3.2-1b"), num_layers=6)
     weights = random_weights(config, BF16, DEVICE)
     with served(config, weights) as chained:
@@ -229,17 +227,16 @@ def compiled() -> dict[str, int]:
 
 def test_the_report_says_which_matmuls_serve_a_small_bucket_and_how_fast_all_of_them_are(small: LLM) -> None:
     assert small.report is not None
-    few = [row for row in small.report.buckets if row.name == "decode"]
+    few = [(row, int(row.bucket.removeprefix("batch="))) for row in small.report.buckets if row.name == "decode"]
     (middle,) = (row for row in small.report.buckets if row.name == "prefill" and "tokens=64" in row.bucket)
     assert len(few) == 2
-    model = small._runner.model
-    for row in (*few, middle):
+    for row, rows in (*few, (middle, 64)):
         times = {name: ms for name, ms in row.variants.items() if isinstance(ms, float)}
         assert set(times) == set(row.variants), "none of them failed"
-        assert set(row.variants) == {*model.mixes, *(model.streamed_mixes if row in few else ())}
+        assert set(row.variants) == set(small._runner.model.mixes(rows))
         assert row.variant == min(times, key=times.__getitem__)
     (large,) = (row for row in small.report.buckets if row.name == "prefill" and "tokens=512" in row.bucket)
-    assert not large.variants, "more rows than the fused matmuls take"
+    assert not large.variants, "more rows than there is a choice for"
 
 
 def test_nothing_compiles_after_warm_up(small: LLM) -> None:
@@ -289,7 +286,7 @@ def test_greedy_tokens_equal_the_cpu() -> None:
     file = os.environ.get("BUCKETGRAPH_SMOLLM2")
     config = load_config(file) if file else preset("smollm2-135m")
     on_cpu = load_weights(file, config, FP32, "cpu") if file else random_weights(config, FP32, "cpu")
-    on_gpu = cast(config, on_cpu, FP32)
+    on_gpu = cast(config, on_cpu, FP32, DEVICE)
     rows = [ids(length, config.vocab_size) for length in (1, 20, 90, 150)]
     greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     cpu = LLM.from_weights(config, on_cpu, buckets(tokens=[512], batch=[4], requests=[4]), max_model_len=1024)
