@@ -8,7 +8,7 @@ the KV split has a fixed size, too: then a row's bits depend on its request alon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -19,21 +19,21 @@ from torch import Tensor
 
 from bucketgraph import kernels
 from bucketgraph.config import InputSpec, OutputSpec
+from bucketgraph.llm import cublaslt
 from bucketgraph.llm.kv_cache import PagedKVCache
 from bucketgraph.llm.model_config import ModelConfig
 from bucketgraph.llm.projections import (
-    FUSED_ROWS,
-    STREAMED_ROWS,
     Fused,
     Invariant,
     Library,
     Projections,
+    Ways,
     mixes,
-    streamed_mixes,
 )
 from bucketgraph.llm.rope import cos_sin_table
 from bucketgraph.llm.weights import ModelWeights
 
+MEASURED_BYTES = 32 << 20  # of a layer's largest matrix: with smaller ones the library's own choices are the best
 COUNTED_ROWS = 1024  # up to as many rows decode attention has counters from the start; more take new ones each time
 
 Attend = Callable[[Tensor, int], Tensor]  # of qkv and the layer's place
@@ -107,19 +107,14 @@ class LanguageModel:
         self._counters = torch.zeros(COUNTED_ROWS * config.num_heads, dtype=torch.int32, device=device)
         self._prefill = self._decode = Projections.all(Library(self._ops, self._pdl))
         self._split_size = 0
-        # Of the matmuls of a few rows, for warm-up to choose from; the second for still fewer.
-        self.mixes: Mapping[str, Projections] = {}
-        self.streamed_mixes: Mapping[str, Projections] = {}
+        self._ways: Ways | None = None  # of running matmuls, for warm-up to choose from
         if numerics == "invariant":
             self._prefill = Projections.all(Invariant(self._ops, "prefill"))
             self._decode = Projections.all(Invariant(self._ops, "decode"))
             # A size of the model's, not of a batch: at most 64 splits of the longest context, in whole tiles.
             self._split_size = max(256, -(-max_model_len // 64 // 64) * 64)
         elif device.type == "cuda":
-            fused, library = Fused(self._ops, self._pdl), Library(self._ops, self._pdl)
-            self.mixes = mixes(fused, library)
-            if weights.embed.dtype == torch.bfloat16 and self._ops.streamed_available():
-                self.streamed_mixes = streamed_mixes(Fused(self._ops, self._pdl, "streamed"), fused, library)
+            self._ways = self._make_ways(device, weights)
 
     def prefill(
         self,
@@ -185,12 +180,24 @@ class LanguageModel:
     def variants(self, phase: Callable[..., Any], rows: int) -> dict[str, Callable[..., Any]]:
         """Functions equal to `prefill` or `decode` but for rounding, by name: what may serve a bucket of `rows`.
 
-        `fast` numerics on a GPU, and few rows, the default first; else none.
+        `fast` numerics on a GPU, and few rows; else none.
         """
-        if rows > FUSED_ROWS:
-            return {}
-        mixes = {**self.mixes, **(self.streamed_mixes if rows <= STREAMED_ROWS else {})}
-        return {name: partial(phase, projections=mix) for name, mix in mixes.items()}
+        return {name: partial(phase, projections=mix) for name, mix in self.mixes(rows).items()}
+
+    def mixes(self, rows: int) -> dict[str, Projections]:
+        """Who may run the matmuls of so many rows, by name."""
+        return {} if self._ways is None else mixes(self._ways, rows)
+
+    def _make_ways(self, device: torch.device, weights: ModelWeights) -> Ways:
+        ops, pdl, dtype = self._ops, self._pdl, weights.embed.dtype
+        largest = max(tensor.nbytes for tensor in (weights.layers[0].gate_up, weights.layers[0].down))
+        measured = largest >= MEASURED_BYTES and dtype in cublaslt.DTYPES and cublaslt.available(device)
+        return Ways(
+            Library(ops, pdl),
+            Library(ops, pdl, cublaslt.MeasuredMatmul(device)) if measured else None,
+            Fused(ops, pdl),
+            Fused(ops, pdl, "streamed") if dtype == torch.bfloat16 and ops.streamed_available() else None,
+        )
 
     def _layers(self, input_ids: Tensor, attend: Attend, by: Projections) -> Tensor:
         """All layers' sum `[rows, H]`, before the final norm."""

@@ -14,8 +14,11 @@ from typing import Literal, Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from bucketgraph.llm.cublaslt import MeasuredMatmul
+
 FUSED_ROWS = 64  # what the fused kernels take
 STREAMED_ROWS = 16  # and the ones among them that stream weights past shared memory
+MEASURED_ROWS = 16, 256  # where the library's own choice of an algorithm is worth a look
 
 
 class Projection(Protocol):
@@ -29,20 +32,31 @@ class Projection(Protocol):
 
 
 class Library:
-    """The library's matmuls, between our norm and activation; these start while what is before them ends if `pdl`."""
+    """The library's matmuls, between our norm and activation; these start while what is before them ends if `pdl`.
 
-    def __init__(self, ops: ModuleType, pdl: bool = False) -> None:
-        self._ops, self._pdl = ops, pdl
+    `measured` has the library's algorithms by measurement, where there is no bias.
+    """
+
+    def __init__(self, ops: ModuleType, pdl: bool = False, measured: MeasuredMatmul | None = None) -> None:
+        self._ops, self._pdl, self._measured = ops, pdl, measured
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(self._normed(x, norm, eps), weight, bias)
+        return self._linear(self._normed(x, norm, eps), weight, bias)
 
     def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        if self._measured is not None:
+            return self._measured.add(x, weight, residual)
         return residual.addmm_(x, weight.t())
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
-        activated: Tensor = self._ops.swiglu(F.linear(self._normed(x, norm, eps), gate_up), pdl=self._pdl)
+        both = self._linear(self._normed(x, norm, eps), gate_up, None)
+        activated: Tensor = self._ops.swiglu(both, pdl=self._pdl)
         return activated
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self._measured is None or bias is not None:
+            return F.linear(x, weight, bias)
+        return self._measured.linear(x, weight)
 
     def _normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         # The library's matmul behind it asks for all the shared memory there is.
@@ -103,23 +117,41 @@ class Projections:
         return cls(*(one for _ in fields(cls)))
 
 
-def mixes(fused: Projection, library: Projection) -> dict[str, Projections]:
-    """What is worth measuring for a few rows, by name: at more rows the library is better, at small matrices first."""
-    return {
-        "fused": Projections.all(fused),
-        "fused, library gate_up": Projections(fused, fused, library, fused, fused),
-        "fused gate_up and head": Projections(library, library, fused, library, fused),
-        "fused o, gate_up and head": Projections(library, fused, fused, library, fused),
-        "fused head": Projections(library, library, library, library, fused),
-        "library": Projections.all(library),
-    }
+@dataclass(frozen=True)
+class Ways:
+    """What mixes are made of; None: not here."""
+
+    library: Projection
+    measured: Projection | None  # the library's algorithms by measurement
+    fused: Projection
+    streamed: Projection | None
 
 
-def streamed_mixes(streamed: Projection, fused: Projection, library: Projection) -> dict[str, Projections]:
-    """The same with the streaming kernels, for up to `STREAMED_ROWS`; the head is faster fused."""
-    return {
-        "streamed": Projections(streamed, streamed, streamed, streamed, fused),
-        "streamed, fused gate_up": Projections(streamed, streamed, fused, streamed, fused),
-        "streamed, fused gate_up, library qkv": Projections(library, streamed, fused, streamed, fused),
-        "streamed, library gate_up": Projections(streamed, streamed, library, streamed, fused),
-    }
+def mixes(ways: Ways, rows: int) -> dict[str, Projections]:
+    """What is worth measuring for so many rows, by name: at more rows the library is better, at small matrices first.
+
+    Empty where there is nothing to choose from.
+    """
+    measured = ways.measured if MEASURED_ROWS[0] <= rows <= MEASURED_ROWS[1] else None
+    library, fused, streamed = measured or ways.library, ways.fused, ways.streamed
+    made: dict[str, Projections] = {}
+    if rows <= FUSED_ROWS:
+        made = {
+            "fused": Projections.all(fused),
+            "fused, library gate_up": Projections(fused, fused, library, fused, fused),
+            "fused gate_up and head": Projections(library, library, fused, library, fused),
+            "fused o, gate_up and head": Projections(library, fused, fused, library, fused),
+            "fused head": Projections(library, library, library, library, fused),
+        }
+    if rows <= STREAMED_ROWS and streamed is not None:  # the head is faster fused
+        made |= {
+            "streamed": Projections(streamed, streamed, streamed, streamed, fused),
+            "streamed, fused gate_up": Projections(streamed, streamed, fused, streamed, fused),
+            "streamed, fused gate_up, library qkv": Projections(library, streamed, fused, streamed, fused),
+            "streamed, library gate_up": Projections(streamed, streamed, library, streamed, fused),
+        }
+    if made or measured:
+        made["library"] = Projections.all(ways.library)
+    if measured:
+        made["measured library"] = Projections.all(measured)
+    return made

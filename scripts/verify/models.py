@@ -115,8 +115,10 @@ class World:
         self.cache = PagedKVCache(config, PAGES, 16, dtype, setting.device)
         model = LanguageModel(config, weights(setting, dtype), self.cache, CONTEXT, bucket_set.numerics)
         if mix is not None:  # else warm-up chooses by time, and two worlds may differ
-            model.mixes = {name: made for name, made in model.mixes.items() if name == mix}
-            model.streamed_mixes = {name: made for name, made in model.streamed_mixes.items() if name == mix}
+            every = model.mixes
+            model.mixes = lambda rows: {  # type: ignore[method-assign]
+                name: made for name, made in every(rows).items() if name == mix
+            }
         self.runner = Runner(model, bucket_set, CONTEXT)
         self.report = self.runner.warmup()
         require(self.report.ok, f"warm-up: {[bucket.error for bucket in self.report.failed]}")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 
 from bucketgraph.kernels import reference
-from bucketgraph.llm.projections import Fused, Invariant, Library, Projection, Projections, mixes
+from bucketgraph.llm.projections import Fused, Invariant, Library, Projection, Projections, Ways, mixes
 
 WAYS: dict[str, Projection] = {
     "library": Library(reference),
@@ -34,10 +32,23 @@ def test_each_way_computes_what_its_name_says(name: str, rows: int) -> None:
     torch.testing.assert_close(way.norm_gate_up(x, norm, 1e-5, torch.cat([gate, up])), gated)
 
 
-def test_mixes_name_what_they_hold() -> None:
-    fused, library = WAYS["fused"], WAYS["library"]
-    made = mixes(fused, library)
-    assert next(iter(made)) == "fused" and made["library"] == Projections.all(library)
-    held = [tuple(getattr(mix, field.name) is fused for field in fields(mix)) for mix in made.values()]
-    assert len(set(held)) == len(made), "each is measured once"
-    assert held[0] == (True,) * 5
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 64, 65, 256, 257])
+@pytest.mark.parametrize("left_out", [(), ("measured",), ("streamed",), ("measured", "streamed")])
+def test_mixes_name_what_they_hold(rows: int, left_out: tuple[str, ...]) -> None:
+    names = {name: Fused(reference, pdl=False) for name in ("library", "measured", "fused", "streamed")}
+    made = mixes(Ways(**{name: None if name in left_out else way for name, way in names.items()}), rows)
+    used = {name: {key for key, way in names.items() if way in mix.__dict__.values()} for name, mix in made.items()}
+    assert len(set(map(repr, made.values()))) == len(made), "each is measured once"
+    whole = {name: mix for name, mix in made.items() if len(used[name]) == 1}
+    assert all(
+        mix == Projections.all(names[name.removesuffix(" library")])
+        for name, mix in whole.items()
+        if name != "fused head"
+    )
+    together = set().union(*used.values())
+    assert ("fused" in together) == (rows <= 64)
+    assert ("streamed" in together) == (rows <= 16 and "streamed" not in left_out)
+    assert ("measured" in together) == (16 <= rows <= 256 and "measured" not in left_out)
+    assert bool(made) == (rows <= 64 or "measured" in together)
+    assert not made or made["library"] == Projections.all(names["library"])
+    assert rows > 64 or next(iter(made)) == "fused"
