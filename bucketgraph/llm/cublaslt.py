@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 import weakref
 from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -73,7 +72,6 @@ class MeasuredMatmul:
         library = _library()
         assert library is not None, "asked only where it is available"
         self._lib, self._device = library, device
-        self._lock = threading.Lock()
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._chosen: dict[tuple[Any, ...], _Result] = {}
         self._handle = c_void_p()
@@ -95,14 +93,13 @@ class MeasuredMatmul:
 
     def _run(self, x: Tensor, weight: Tensor, y: Tensor, beta: float) -> None:
         key = (*x.shape, x.stride(0), *weight.shape, weight.stride(0), y.stride(0), x.dtype, beta)
-        with self._lock:
-            plan = self._plans.get(key)
-            if plan is None:
-                plan = self._plans[key] = self._plan(x, weight, y)
-            algo = self._chosen.get(key)
-            if algo is None and not torch.cuda.is_current_stream_capturing():
-                algo = self._chosen[key] = self._measured(plan, x, weight, y, beta)
-            self._launch(plan, algo or plan.algos[0], x, weight, y, beta)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(x, weight, y)
+        algo = self._chosen.get(key)
+        if algo is None and not torch.cuda.is_current_stream_capturing():
+            algo = self._chosen[key] = self._measured(plan, x, weight, y, beta)
+        self._launch(plan, algo or plan.algos[0], x, weight, y, beta)
 
     def _plan(self, x: Tensor, weight: Tensor, y: Tensor) -> _Plan:
         """The library's matrices are of columns: its result is y transposed, weight times x."""

@@ -33,7 +33,7 @@ from bucketgraph.llm.projections import (
 from bucketgraph.llm.rope import cos_sin_table
 from bucketgraph.llm.weights import ModelWeights
 
-MEASURED_BYTES = 32 << 20  # of a layer's largest matrix: with smaller ones the library's own choices are the best
+MEASURED_BYTES = 32 << 20  # of a layer's largest matrix: smaller ones were not looked at
 COUNTED_ROWS = 1024  # up to as many rows decode attention has counters from the start; more take new ones each time
 
 Attend = Callable[[Tensor, int], Tensor]  # of qkv and the layer's place
