@@ -2,7 +2,8 @@
 
 Rules: all slots of a bucket lie in one arena, so that host inputs travel in one copy; fill writes every byte of every
 slot on every call, the real part and the tail; read never returns memory that the next replay overwrites, unless the
-set says `borrowed`. A pinned staging buffer is not refilled before its copy is done.
+set says `borrowed`. A pinned staging buffer is not refilled before its copy is done: there are several, in two halves,
+and a half that comes up again waits for the event behind all calls of its last time, so that most calls need none.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from bucketgraph.buckets import MAX_PLANS, Bucket
 from bucketgraph.config import InputSpec, OutputSpec, Ring
 from bucketgraph.copies import DeviceCopies, HostCopies, Padding, Prepared, load_kernels, repeat_last, split
 from bucketgraph.errors import ConfigError, InputError
-from bucketgraph.executables.family import CurrentStream, event
+from bucketgraph.executables.family import CurrentStream, event, synchronize
 from bucketgraph.layouts import Layout, Layouts
 
+_STAGED = 4  # staging buffers of a half
+_MANY = 16 << 20  # bytes of a buffer; of larger ones there are two
 _ALIGN = 256  # bytes; keeps every slot as aligned as a fresh allocation, which compiled kernels rely on
 _NUMPY = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -110,25 +113,17 @@ class StaticInputs:
         layout = self._arena.layouts.of(tensors)
         route = self._known.get(layout) or self._know(layout)
         if route.host:
-            turn = self._stage(tensors, layout, route)
-            self._arena.copy(route.moves[turn])
-            self._arena.staged(turn)
+            self._arena.copy(route.moves[self._stage(tensors, layout, route)])
         if elsewhere:
             route = self._route(tuple([name for name in self._there(layout) if name not in elsewhere]))
         if route.device:
             route.fill(tensors, layout)
 
     def stage(self, inputs: Mapping[str, Tensor]) -> int:
-        """Write what is on the host into a staging buffer, for a graph that copies it itself; the buffer's turn.
-
-        `staged` is called when that graph was launched.
-        """
+        """Write what is on the host into a staging buffer, for a graph that copies it itself; the buffer's turn."""
         tensors = [inputs[name] for name in self._names]
         layout = self._arena.layouts.of(tensors)
         return self._stage(tensors, layout, self._known.get(layout) or self._know(layout))
-
-    def staged(self, turn: int) -> None:
-        self._arena.staged(turn)
 
     def forget(self) -> None:
         """Staging was written by others: nothing that it held counts any more."""
@@ -309,7 +304,7 @@ class Arena:
     def __init__(self, slots: Sequence[Slot], buckets: Iterable[Bucket], device: torch.device) -> None:
         # One stretch more than the largest bucket fills: a write past the last slot is seen there and hits nothing.
         size = max(sum(_bytes(slot, bucket) for slot in slots) for bucket in buckets) + _ALIGN
-        copies = 2 if device.type == "cuda" else 0
+        copies = (2 * _STAGED if size <= _MANY else 2) if device.type == "cuda" else 0
         with torch.inference_mode(False):  # or only calls in inference mode could write it
             self.device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
             self.staging = tuple(torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(copies))
@@ -317,15 +312,14 @@ class Arena:
             self.host_padding = Padding(slots, size, torch.device("cpu"))
         if copies:
             load_kernels(slots, device)
-        self._events = tuple(event() for _ in range(copies))
+        self._copied = (event(), event()) if copies else ()  # of each half
         self._stream = CurrentStream(device)
         self._turn = 0
         self.layouts = Layouts()
         self.filled: list[object] = [None] * copies  # by whom and with which shapes each staging buffer was filled last
 
     def poison(self, byte: int) -> None:
-        for copied in self._events:
-            copied.synchronize()
+        synchronize(self.device_bytes.device)
         for buffer in (self.device_bytes, *self.staging):
             buffer.fill_(byte)
         self.forget()
@@ -335,18 +329,19 @@ class Arena:
         self.filled = [None] * len(self.staging)
 
     def next_staging(self) -> int:
-        self._turn = (self._turn + 1) % len(self.staging)
-        self._events[self._turn].synchronize()  # done long ago unless the host runs two calls ahead
-        return self._turn
+        """Calls follow one another on the GPU, whatever streams they come on: what is recorded now is behind them."""
+        self._turn = turn = (self._turn + 1) % len(self.staging)
+        half, within = divmod(turn, len(self.staging) // 2)
+        if within == 0:
+            # Named, since the thread's current device may be another one.
+            self._copied[1 - half].record(self._stream()[1])
+            self._copied[half].synchronize()  # done long ago unless the host runs far ahead
+        return turn
 
     def copy(self, moves: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Stretches of device memory, each from its place in a staging buffer."""
         for device, staged in moves:
             device.copy_(staged, True)
-
-    def staged(self, turn: int) -> None:
-        # Named, since the thread's current device may be another one.
-        self._events[turn].record(self._stream()[1])
 
 
 def _bytes(slot: Slot, bucket: Bucket) -> int:

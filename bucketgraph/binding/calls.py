@@ -139,7 +139,7 @@ class Binding:
         targets = {output(name): tensor for name, tensor in out.items()}
         written = self._fitting(targets)  # the graph does that last: even over an input, which was read by then
         places |= {name: targets[name].data_ptr() for name in written}
-        turn = self._fill(inputs, places)
+        self._fill(inputs, places)
         try:
             raw = self.graph.replay(places)
         except RebindError as error:  # nothing ran: copy it all, now and later
@@ -148,9 +148,6 @@ class Binding:
                     self.copy(name, str(error))
             self.inputs.fill(inputs)
             return self.graph.replay(), ()
-        finally:
-            if turn is not None:
-                self.inputs.staged(turn)
         return raw, [name.removeprefix("output ") for name in written]
 
     def _fitting(self, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -163,21 +160,19 @@ class Binding:
                     fitting.append(name)
         return fitting
 
-    def _fill(self, inputs: Mapping[str, Tensor], places: dict[str, int]) -> int | None:
-        """Returns the staging buffer that the graph copies from, if it does."""
+    def _fill(self, inputs: Mapping[str, Tensor], places: dict[str, int]) -> None:
+        """Adds the staging buffer that the graph copies from, if it does."""
         if not self.graph.can_move(STAGING):
             self.inputs.fill(inputs, places)
-            return None
+            return
         for name, tensor in inputs.items():
             if name not in places and (name in self._not_copied_in or not tensor.is_cpu):
                 where = "is bound, but not in this call" if tensor.is_cpu else f"is on {tensor.device}"
                 self.direct[f"{name} {where}"] += 1
                 self.inputs.fill(inputs, places)
-                return None
+                return
         self.direct[""] += 1
-        turn = self.inputs.stage(inputs)
-        places[STAGING] = self.graph.recipe.staging[turn].data_ptr()
-        return turn
+        places[STAGING] = self.graph.recipe.staging[self.inputs.stage(inputs)].data_ptr()
 
     def how(self) -> dict[str, str]:
         """`patch`, or `copy: why`, by input and output; and `in_graph`, or why not, of the host inputs' copies."""

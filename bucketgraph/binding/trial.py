@@ -121,7 +121,7 @@ def ruin(tensor: Tensor) -> Tensor:
 
 
 def _copies_in(manager: BucketManager, captured: Captured, fill: Callable[[], None]) -> str | None:
-    """Both staging buffers in turn, with the other one and the slots zeroed, against slots that were filled before."""
+    """Each staging buffer in turn, with the others and the slots zeroed, against slots that were filled before."""
     binding = captured.binding
     assert binding is not None, "asked by `try_out`"
     graph, inputs = binding.graph, captured.inputs
@@ -137,10 +137,10 @@ def _copies_in(manager: BucketManager, captured: Captured, fill: Callable[[], No
     fill()
     filled = packed.to(staging[0].device, copy=True)
     want = run({})
-    for buffer, other in (staging, staging[::-1]):
+    for buffer in staging:
+        for written in (*staging, packed):
+            written.zero_()
         buffer.copy_(filled)
-        other.zero_()
-        packed.zero_()
         if not all(map(same_bits, run({STAGING: buffer.data_ptr()}), want)):
             inputs.forget()
             return "replays that copied their inputs themselves gave other results"

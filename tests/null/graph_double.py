@@ -121,25 +121,30 @@ class Device:
 
 
 class StagedArena(Arena):
-    """With two staging buffers, as on a GPU, whose copies are over at once."""
+    """With staging buffers, as on a GPU, whose copies are over at once."""
 
-    waits = 0
-
-    def __init__(self, slots: Sequence[Slot], buckets: Sequence[Bucket], device: torch.device) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], buckets: Sequence[Bucket], device: torch.device, copies: int = 2, byte: int = 0
+    ) -> None:
         super().__init__(slots, buckets, device)
-        self.staging = tuple(torch.zeros_like(self.device_bytes) for _ in range(2))
-        self.filled = [None] * 2
-        self._events = (self, self)  # type: ignore[assignment]
-        self.order: list[str] = []
+        self.staging = tuple(torch.full_like(self.device_bytes, byte) for _ in range(copies))
+        self.filled = [None] * copies
+        self.events = Recorded(), Recorded()
+        self._copied = self.events  # type: ignore[assignment]
+        self._stream = lambda: (0, None)  # type: ignore[assignment, return-value]
+
+
+class Recorded:
+    """An event that only notes what happens to it."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
 
     def synchronize(self) -> None:
-        self.order.append("wait")
+        self.seen.append("wait")
 
     def record(self, stream: object) -> None:
-        self.order.append("record")
-
-    def staged(self, turn: int) -> None:
-        self.record(None)
+        self.seen.append("record")
 
 
 def graphs_on(device: Device, monkeypatch: pytest.MonkeyPatch, staged: bool = False) -> None:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from null.graph_double import StagedArena  # noqa: E402
 
 from bucketgraph.buckets import Bucket  # noqa: E402
 from bucketgraph.config import InputSpec, OutputSpec, Ring  # noqa: E402
@@ -107,14 +108,35 @@ def test_slots_do_not_overlap_and_are_aligned() -> None:
         assert all(start % 256 == 0 for start, _ in spans) and spans[-1][1] <= arena.device_bytes.numel()
 
 
-def staged_arena(slots: list[Slot], buckets: list[Bucket]) -> Arena:
+def staged_arena(slots: list[Slot], buckets: list[Bucket], copies: int = 2) -> StagedArena:
     """Staging as on a GPU, with what would be pinned memory and events replaced: the arithmetic is the same."""
-    arena = Arena(slots, buckets, CPU)
-    arena.staging = tuple(torch.full_like(arena.device_bytes, 0xFF) for _ in range(2))
-    arena.filled = [None, None]
-    arena._events = (SimpleNamespace(synchronize=lambda: None, record=lambda *_: None),) * 2  # type: ignore[assignment]
-    arena.staged = lambda turn: None  # type: ignore[method-assign]
-    return arena
+    return StagedArena(slots, buckets, CPU, copies, 0xFF)
+
+
+class Behind:
+    """An event: what it is recorded behind is done once somebody waited for it."""
+
+    def __init__(self, calls: list[int], done: list[int]) -> None:
+        self.calls, self.done, self.behind = calls, done, 0
+
+    def record(self, stream: object) -> None:
+        self.behind = len(self.calls)
+
+    def synchronize(self) -> None:
+        self.done.append(self.behind)
+
+
+@pytest.mark.parametrize("copies", [2, 8])
+def test_a_staging_buffer_comes_up_again_only_behind_the_calls_of_its_last_time(copies: int) -> None:
+    arena = staged_arena([slot("a", ["n"])], [bucket(n=4)], copies)
+    calls: list[int] = []  # the buffer of each
+    done = [0]
+    arena._copied = Behind(calls, done), Behind(calls, done)  # type: ignore[assignment]
+    for _ in range(50):
+        turn = arena.next_staging()
+        assert turn not in calls[max(done) :]
+        calls.append(turn)
+    assert set(calls) == set(range(copies)) and len(done) == 1 + 100 // copies
 
 
 def test_padding_in_staging_is_written_whenever_it_is_not_there() -> None:
@@ -241,11 +263,7 @@ def test_slots_take_no_gradients_over(there: str, monkeypatch: pytest.MonkeyPatc
 
 def test_static_memory_is_given_back_without_the_garbage_collector() -> None:
     slots, space = [slot("a", ["n"]), slot("b", ["n"])], bucket(n=4)
-    arena = Arena(slots, [space], CPU)
-    arena.staging = tuple(torch.zeros_like(arena.device_bytes) for _ in range(2))
-    arena.filled = [None, None]
-    arena._events = (SimpleNamespace(synchronize=lambda: None, record=lambda *_: None),) * 2  # type: ignore[assignment]
-    arena._stream = lambda: (0, None)  # type: ignore[assignment, return-value]
+    arena = staged_arena(slots, [space])
     static = StaticInputs(slots, space, arena)
     static._there = lambda layout: ("b",)  # type: ignore[method-assign]
     for _ in range(6):
