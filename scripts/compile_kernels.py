@@ -151,8 +151,15 @@ def advance(page: int) -> None:
 
 def skinny(rows: int, sizes: tuple[int, int, int, int], vocab: int, dtype: torch.dtype, pdl: bool) -> None:
     """The matmuls of a decode layer (hidden, gated, QKV and attention widths), and the LM head."""
-    for form in ("auto", *(rows <= 16 and dtype == torch.bfloat16) * ("streamed",)):
-        skinny_form(rows, sizes, vocab, dtype, {"pdl": pdl, "form": form})
+    forms: dict[str, dict[str, Any]] = {
+        "auto": {},
+        "streamed": {"form": "streamed"},
+        "tiled": {"form": "tiled", "counters": torch.zeros(1 << 15, dtype=torch.int32)},
+    }
+    takes = {"auto": rows <= 64, "streamed": rows <= 16, "tiled": rows >= 16 and pdl}
+    for form, how in forms.items():
+        if takes[form] and (form == "auto" or dtype == torch.bfloat16):
+            skinny_form(rows, sizes, vocab, dtype, {"pdl": pdl, **how})
 
 
 def skinny_form(
@@ -201,8 +208,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             name = f"linear {dtype} {columns}x{width} {phase}"
             yield name, lambda n=columns, k=width, t=dtype, p=phase: matmul(n, k, t, p)
     for model, sizes, vocab, counts in (
-        ("1B", (2048, 8192, 3072, 2048), 128256, (1, 2, 8, 64)),
-        ("8B", (4096, 14336, 6144, 4096), 128256, (1, 4, 16, 64)),
+        ("1B", (2048, 8192, 3072, 2048), 128256, (1, 2, 8, 64, 128, 256)),
+        ("8B", (4096, 14336, 6144, 4096), 128256, (1, 4, 16, 64, 128, 256)),
         ("0.6B", (1024, 3072, 4096, 2048), 151936, (1, 8)),
         ("135M", (576, 1536, 960, 576), 49152, (1, 8)),
     ):

@@ -1,4 +1,4 @@
-"""Matmuls of 1 to 64 rows, with the norm before them or the addition after them: how a decode layer reads its weights.
+"""Matmuls of few rows, with the norm before them or the addition after them: how a decode layer reads its weights.
 
 Few rows: a program owns BN whole weight rows, all of their loads in flight before it waits for its predecessor, and
 norms x itself. More rows: x is normed once by a kernel of its own, then `tl.dot` over K with the rows padded to 16, 32
@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import checks, streamed
+from . import checks, streamed, tiled
 from . import pdl as chain
 from .rms_norm import rms_norm
+from .swiglu import silu_times
 
-Form = Literal["auto", "streamed"]
-MAX_ROWS = 64
+Form = Literal["auto", "streamed", "tiled"]
+MAX_ROWS = 64  # `tiled`: as many as that has
 MAX_WIDTH = 32768
 WHOLE_ROWS = 4  # up to as many rows a program holds its weights in registers
 WHOLE_WIDTH = 16384  # and up to this K
@@ -29,12 +30,6 @@ RESIDENT = 396  # programs of the dot form on those SMs at once
 PREFETCH = 24 * 2**20  # bytes of weights asked into L2 early: half of it
 
 Tile = tuple[int, int, int, int]  # BN, BK, warps, stages; 0 stages: whole weight rows in registers; -1: streamed.py
-
-
-@triton.jit
-def _silu_times(gate, up, dtype: tl.constexpr):
-    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -81,7 +76,7 @@ def _skinny_whole(
             v = v.to(dtype).to(tl.float32)
         acc = tl.sum(w.to(tl.float32) * v[None, :], 1)
         if GATED:
-            acc = _silu_times(acc, tl.sum(w_up.to(tl.float32) * v[None, :], 1), dtype)
+            acc = silu_times(acc, tl.sum(w_up.to(tl.float32) * v[None, :], 1), dtype)
         if BIAS:
             acc += offset
         target = row * N + col
@@ -150,7 +145,7 @@ def _skinny_dot(
                 w_up = tl.load(w_tile + N * K + start, mask=inside[None, :], other=0.0)
             acc_up = tl.dot(w_up, tl.trans(v), acc_up, input_precision="ieee")
     if GATED:
-        acc = _silu_times(acc, acc_up, dtype)
+        acc = silu_times(acc, acc_up, dtype)
     if BIAS:
         acc += tl.load(bias + col, mask=in_cols, other=0.0).to(tl.float32)[:, None]
     target = row[None, :] * N + col[:, None]
@@ -201,8 +196,14 @@ def _skinny(
     pdl: bool,
     form: Form,
     tile: Tile | None,
+    counters: Tensor | None = None,
 ) -> Tensor:
     (rows, width), columns = x.shape, y.shape[1]
+    if form == "tiled":
+        checks.require(x.dtype != torch.float32, "tiled: given float32, expected half floats")
+        if norm is not None:
+            x = rms_norm(x, norm, eps, pdl=pdl, lean=False)
+        return tiled.launch(x, weight, bias, residual, y, gated, pdl, counters)
     if tile is None and form == "streamed":
         tile = *streamed.streamed_tile(rows, columns, width, gated), -1
     block_n, block_k, warps, stages = tile or skinny_tile(rows, columns, width, x.dtype, gated)
@@ -256,14 +257,14 @@ def _skinny(
     return y
 
 
-def _check(name: str, x: Tensor, expected: str, holds: bool, **others: Tensor | None) -> None:
-    given = {k: t for k, t in others.items() if t is not None}
+def _check(name: str, form: Form, x: Tensor, expected: str, holds: bool, **others: Tensor | None) -> None:
+    given, most = {k: t for k, t in others.items() if t is not None}, tiled.MAX_ROWS if form == "tiled" else MAX_ROWS
     checks.floats(x=x, **given)
     shapes = ", ".join(f"{k} {tuple(t.shape)}" for k, t in given.items())
     checks.require(
-        holds and 1 <= x.shape[0] <= MAX_ROWS and x.shape[1] <= MAX_WIDTH,
+        holds and 1 <= x.shape[0] <= most and x.shape[1] <= MAX_WIDTH,
         f"{name}: given x {tuple(x.shape)}, {shapes}, expected {expected}, "
-        f"with 1 to {MAX_ROWS} rows B (use a library matmul for more) of at most {MAX_WIDTH}",
+        f"with 1 to {most} rows B (use a library matmul for more) of at most {MAX_WIDTH}",
     )
 
 
@@ -277,11 +278,12 @@ def norm_linear(
     pdl: bool = False,
     form: Form = "auto",
     tile: Tile | None = None,
+    counters: Tensor | None = None,
 ) -> Tensor:
-    """`rms_norm(residual [B, H]) @ weight [N, H].T + bias [N]` as `[B, N]`, for B of 1 to 64.
+    """`rms_norm(residual [B, H]) @ weight [N, H].T + bias [N]` as `[B, N]`, for B of 1 to 64, `tiled` to 256.
 
-    `pdl`: as part of a chain (`pdl.py`). `form`: `streamed` is `streamed.py`. `tile` overrides both. Raises ValueError
-    for what does not fit.
+    `pdl`: as part of a chain (`pdl.py`). `form`: `streamed.py`, or `tiled.py` with its `counters`. `tile` overrides it.
+    Raises ValueError for what does not fit.
     """
     rows, width = residual.shape
     columns = weight.shape[0]
@@ -291,9 +293,9 @@ def norm_linear(
         and (bias is None or tuple(bias.shape) == (columns,))
     )
     expected = "[B, H], [H], [N, H], [N]"
-    _check("norm_linear", residual, expected, holds, norm_weight=norm_weight, weight=weight, bias=bias)
+    _check("norm_linear", form, residual, expected, holds, norm_weight=norm_weight, weight=weight, bias=bias)
     y = torch.empty((rows, columns), dtype=residual.dtype, device=residual.device)
-    return _skinny(residual, norm_weight, weight, bias, None, y, eps, False, pdl, form, tile)
+    return _skinny(residual, norm_weight, weight, bias, None, y, eps, False, pdl, form, tile, counters)
 
 
 def linear_add(
@@ -305,19 +307,20 @@ def linear_add(
     pdl: bool = False,
     form: Form = "auto",
     tile: Tile | None = None,
+    counters: Tensor | None = None,
 ) -> Tensor:
-    """`residual [B, N] + x [B, K] @ weight [N, K].T` as `[B, N]`, B to 64; into `out`, maybe `residual` itself.
+    """`residual [B, N] + x [B, K] @ weight [N, K].T` as `[B, N]`, B as there; into `out`, maybe `residual` itself.
 
-    `pdl`: as part of a chain (`pdl.py`). `form`: `streamed` is `streamed.py`. `tile` overrides both. Raises ValueError
-    for what does not fit.
+    `pdl`: as part of a chain (`pdl.py`). `form`: `streamed.py`, or `tiled.py` with its `counters`. `tile` overrides it.
+    Raises ValueError for what does not fit.
     """
     rows, width = x.shape
     columns = weight.shape[0]
     y = torch.empty_like(residual) if out is None else out
     holds = weight.shape[1:] == (width,) and tuple(residual.shape) == (rows, columns) and y.shape == residual.shape
     expected = "[B, K], [N, K], [B, N], [B, N]"
-    _check("linear_add", x, expected, holds, weight=weight, residual=residual, out=y)
-    return _skinny(x, None, weight, None, residual, y, 0.0, False, pdl, form, tile)
+    _check("linear_add", form, x, expected, holds, weight=weight, residual=residual, out=y)
+    return _skinny(x, None, weight, None, residual, y, 0.0, False, pdl, form, tile, counters)
 
 
 def norm_gate_up(
@@ -329,14 +332,15 @@ def norm_gate_up(
     pdl: bool = False,
     form: Form = "auto",
     tile: Tile | None = None,
+    counters: Tensor | None = None,
 ) -> Tensor:
-    """`silu(n @ gate.T) * (n @ up.T)` as `[B, F]` of `n = rms_norm(residual [B, H])` and `gate_up [2 F, H]`; B to 64.
+    """`silu(n @ gate.T) * (n @ up.T)` as `[B, F]` of `n = rms_norm(residual [B, H])`, `gate_up [2 F, H]`; B as there.
 
-    `pdl`: as part of a chain (`pdl.py`). `form`: `streamed` is `streamed.py`. `tile` overrides both. Raises ValueError
-    for what does not fit.
+    `pdl`: as part of a chain (`pdl.py`). `form`: `streamed.py`, or `tiled.py` with its `counters`. `tile` overrides it.
+    Raises ValueError for what does not fit.
     """
     rows, width = residual.shape
     holds = tuple(norm_weight.shape) == (width,) and gate_up.shape[1:] == (width,) and gate_up.shape[0] % 2 == 0
-    _check("norm_gate_up", residual, "[B, H], [H], [2 F, H]", holds, norm_weight=norm_weight, gate_up=gate_up)
+    _check("norm_gate_up", form, residual, "[B, H], [H], [2 F, H]", holds, norm_weight=norm_weight, gate_up=gate_up)
     y = torch.empty((rows, gate_up.shape[0] // 2), dtype=residual.dtype, device=residual.device)
-    return _skinny(residual, norm_weight, gate_up, None, None, y, eps, True, pdl, form, tile)
+    return _skinny(residual, norm_weight, gate_up, None, None, y, eps, True, pdl, form, tile, counters)

@@ -12,6 +12,13 @@ from . import pdl as chain
 
 
 @triton.jit
+def silu_times(gate, up, dtype: tl.constexpr):
+    """Of sums in float32, rounded to `dtype` as if a matmul had stored them."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+
+
+@triton.jit
 def _swiglu(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     chain.launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -19,10 +26,9 @@ def _swiglu(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexp
     inside = col < F
     dtype = out.dtype.element_ty
     chain.wait(PDL)
-    gate = tl.load(gate_up + row * 2 * F + col, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * F + F + col, mask=inside, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out + row * F + col, (silu * up).to(dtype), mask=inside)
+    gate = tl.load(gate_up + row * 2 * F + col, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * 2 * F + F + col, mask=inside, other=0.0)
+    tl.store(out + row * F + col, silu_times(gate, up, dtype).to(dtype), mask=inside)
 
 
 def swiglu(gate_up: Tensor, *, pdl: bool = False) -> Tensor:

@@ -177,26 +177,30 @@ class LanguageModel:
 
         return self._next(self._layers(input_ids, attend, projections), projections, kv_lens, sampling)
 
-    def variants(self, phase: Callable[..., Any], rows: int) -> dict[str, Callable[..., Any]]:
+    def variants(self, phase: Callable[..., Any], rows: int, head_rows: int) -> dict[str, Callable[..., Any]]:
         """Functions equal to `prefill` or `decode` but for rounding, by name: what may serve a bucket of `rows`.
 
-        `fast` numerics on a GPU, and few rows; else none.
+        `head_rows`: of them that have logits. `fast` numerics on a GPU; else none.
         """
-        return {name: partial(phase, projections=mix) for name, mix in self.mixes(rows).items()}
+        return {name: partial(phase, projections=mix) for name, mix in self.mixes(rows, head_rows).items()}
 
-    def mixes(self, rows: int) -> dict[str, Projections]:
+    def mixes(self, rows: int, head_rows: int) -> dict[str, Projections]:
         """Who may run the matmuls of so many rows, by name."""
-        return {} if self._ways is None else mixes(self._ways, rows)
+        return {} if self._ways is None else mixes(self._ways, rows, head_rows)
 
     def _make_ways(self, device: torch.device, weights: ModelWeights) -> Ways:
         ops, pdl, dtype = self._ops, self._pdl, weights.embed.dtype
         largest = max(tensor.nbytes for tensor in (weights.layers[0].gate_up, weights.layers[0].down))
         measured = largest >= MEASURED_BYTES and dtype in cublaslt.DTYPES and cublaslt.available(device)
+        streamed = dtype == torch.bfloat16 and ops.streamed_available()
+        # Tensor descriptors and dependent launches came with the same devices.
+        tiled = pdl and dtype != torch.float32 and self.config.hidden_size % 8 == self.config.intermediate_size % 8 == 0
         return Ways(
             Library(ops, pdl),
             Library(ops, pdl, cublaslt.MeasuredMatmul(device)) if measured else None,
             Fused(ops, pdl),
-            Fused(ops, pdl, "streamed") if dtype == torch.bfloat16 and ops.streamed_available() else None,
+            Fused(ops, pdl, "streamed") if streamed else None,
+            Fused(ops, pdl, "tiled", self._counters) if tiled else None,
         )
 
     def _layers(self, input_ids: Tensor, attend: Attend, by: Projections) -> Tensor:

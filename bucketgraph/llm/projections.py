@@ -18,6 +18,7 @@ from bucketgraph.llm.cublaslt import MeasuredMatmul
 
 FUSED_ROWS = 64  # what the fused kernels take
 STREAMED_ROWS = 16  # and the ones among them that stream weights past shared memory
+TILED_ROWS = 16, 256  # where those with tensor descriptors are worth a look
 MEASURED_ROWS = 16, 256  # where the library's own choice of an algorithm is worth a look
 
 
@@ -84,10 +85,19 @@ class Invariant:
 
 
 class Fused:
-    """One kernel each, for up to `FUSED_ROWS` rows; in a chain of dependent launches where the device has them."""
+    """One kernel each, for few rows; in a chain of dependent launches where the device has them.
 
-    def __init__(self, ops: ModuleType, pdl: bool, form: Literal["auto", "streamed"] = "auto") -> None:
-        self._ops, self._how = ops, {"pdl": pdl, "form": form}
+    `counters`: int32 zeros for `tiled`, as `tiled.py` has them.
+    """
+
+    def __init__(
+        self,
+        ops: ModuleType,
+        pdl: bool,
+        form: Literal["auto", "streamed", "tiled"] = "auto",
+        counters: Tensor | None = None,
+    ) -> None:
+        self._ops, self._how = ops, {"pdl": pdl, "form": form, "counters": counters}
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
         made: Tensor = self._ops.norm_linear(x, norm, eps, weight, bias, **self._how)
@@ -125,15 +135,17 @@ class Ways:
     measured: Projection | None  # the library's algorithms by measurement
     fused: Projection
     streamed: Projection | None
+    tiled: Projection | None
 
 
-def mixes(ways: Ways, rows: int) -> dict[str, Projections]:
+def mixes(ways: Ways, rows: int, head_rows: int) -> dict[str, Projections]:
     """What is worth measuring for so many rows, by name: at more rows the library is better, at small matrices first.
 
-    Empty where there is nothing to choose from.
+    `head_rows`: the LM head's, fewer in prefill. Empty where there is nothing to choose from.
     """
     measured = ways.measured if MEASURED_ROWS[0] <= rows <= MEASURED_ROWS[1] else None
-    library, fused, streamed = measured or ways.library, ways.fused, ways.streamed
+    library, fused, streamed, tiled = measured or ways.library, ways.fused, ways.streamed, ways.tiled
+    head = fused if head_rows <= FUSED_ROWS else library
     made: dict[str, Projections] = {}
     if rows <= FUSED_ROWS:
         made = {
@@ -141,7 +153,6 @@ def mixes(ways: Ways, rows: int) -> dict[str, Projections]:
             "fused, library gate_up": Projections(fused, fused, library, fused, fused),
             "fused gate_up and head": Projections(library, library, fused, library, fused),
             "fused o, gate_up and head": Projections(library, fused, fused, library, fused),
-            "fused head": Projections(library, library, library, library, fused),
         }
     if rows <= STREAMED_ROWS and streamed is not None:  # the head is faster fused
         made |= {
@@ -150,6 +161,15 @@ def mixes(ways: Ways, rows: int) -> dict[str, Projections]:
             "streamed, fused gate_up, library qkv": Projections(library, streamed, fused, streamed, fused),
             "streamed, library gate_up": Projections(streamed, streamed, library, streamed, fused),
         }
+    if tiled is not None and TILED_ROWS[0] <= rows <= TILED_ROWS[1]:
+        made |= {
+            "tiled": Projections(tiled, tiled, tiled, tiled, head),
+            "tiled, library down": Projections(tiled, tiled, tiled, library, head),
+            "tiled o and gate_up": Projections(library, tiled, tiled, library, head),
+            "tiled gate_up": Projections(library, library, tiled, library, head),
+        }
+    if head is fused:
+        made["fused head"] = Projections(library, library, library, library, fused)
     if made or measured:
         made["library"] = Projections.all(ways.library)
     if measured:

@@ -51,12 +51,13 @@ class Runner:
 
         def manager(name: str, phase: PhaseSpec, fn: Callable[..., object]) -> BucketManager:
             example = self._examples.prefill if name == "prefill" else self._examples.decode
+            head = "requests" if name == "prefill" else "batch"  # the LM head's rows
             return BucketManager(
                 fn,
                 phase,
                 family=family,
                 example=example,
-                variants=lambda bucket: model.variants(fn, max(bucket.sizes)),
+                variants=lambda bucket: model.variants(fn, max(bucket.sizes), bucket[head]),
                 around_step=self._examples.step,
                 name=name,
                 warmup=policy,

@@ -116,8 +116,8 @@ class World:
         model = LanguageModel(config, weights(setting, dtype), self.cache, CONTEXT, bucket_set.numerics)
         if mix is not None:  # else warm-up chooses by time, and two worlds may differ
             every = model.mixes
-            model.mixes = lambda rows: {  # type: ignore[method-assign]
-                name: made for name, made in every(rows).items() if name == mix
+            model.mixes = lambda *asked: {  # type: ignore[method-assign]
+                name: made for name, made in every(*asked).items() if name == mix
             }
         self.runner = Runner(model, bucket_set, CONTEXT)
         self.report = self.runner.warmup()

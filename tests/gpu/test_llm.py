@@ -119,7 +119,7 @@ def error_of(got: list[Tensor], want: list[Tensor]) -> float:
     return float((torch.cat(got).float() - torch.cat(want)).pow(2).mean().sqrt())
 
 
-@pytest.mark.parametrize("mix", ["fused", "library", "streamed"])  # else each LLM chooses by time
+@pytest.mark.parametrize("mix", ["fused", "library", "streamed", "tiled"])  # else each LLM chooses by time
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-0.6b"])
 def test_a_graph_equals_eager_bit_for_bit_in_the_same_bucket(
@@ -157,7 +157,7 @@ def test_a_step_gives_the_same_bits_whenever_it_runs(mix: str, monkeypatch: pyte
                 assert not different, f"{name}, {rows} rows: {different} of 50 differ from the first"
 
 
-@pytest.mark.parametrize("mix", ["fused", "library"])
+@pytest.mark.parametrize("mix", ["fused", "library", "tiled"])
 def test_dependent_launches_change_no_bit(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both phases over several layers and buckets, the kernels overlapping at their ends and not."""
     only(mix, monkeypatch)
@@ -230,13 +230,14 @@ def test_the_report_says_which_matmuls_serve_a_small_bucket_and_how_fast_all_of_
     few = [(row, int(row.bucket.removeprefix("batch="))) for row in small.report.buckets if row.name == "decode"]
     (middle,) = (row for row in small.report.buckets if row.name == "prefill" and "tokens=64" in row.bucket)
     assert len(few) == 2
-    for row, rows in (*few, (middle, 64)):
+    (large,) = (row for row in small.report.buckets if row.name == "prefill" and "tokens=512" in row.bucket)
+    heads = small._runner.max_requests
+    for row, rows, head_rows in (*((row, rows, rows) for row, rows in few), (middle, 64, heads), (large, 512, heads)):
         times = {name: ms for name, ms in row.variants.items() if isinstance(ms, float)}
         assert set(times) == set(row.variants), "none of them failed"
-        assert set(row.variants) == set(small._runner.model.mixes(rows))
+        assert set(row.variants) == set(small._runner.model.mixes(rows, head_rows))
         assert row.variant == min(times, key=times.__getitem__)
-    (large,) = (row for row in small.report.buckets if row.name == "prefill" and "tokens=512" in row.bucket)
-    assert not large.variants, "more rows than there is a choice for"
+    assert set(large.variants) == {"fused head", "library"}, "more rows than there is another choice for"
 
 
 def test_nothing_compiles_after_warm_up(small: LLM) -> None:

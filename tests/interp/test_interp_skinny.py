@@ -56,6 +56,43 @@ def test_norm_gate_up(rows, columns, width, dtype, nan_memory):
     assert relative_error(out, ref) < TOLERANCE[dtype]
 
 
+TILED = [(5, 70, 200), (16, 33, 600), (65, 200, 96), (130, 140, 520), (9, 48, 4096), (70, 40, 6000)]
+
+
+@pytest.mark.parametrize(("rows", "columns", "width"), TILED)
+@pytest.mark.parametrize("counted", [False, True])
+def test_the_tiled_form(rows, columns, width, counted, nan_memory):
+    """Rows, columns and K that no tile divides, with K in one piece and shared out between programs."""
+    counters = torch.zeros(64, dtype=torch.int32) if counted else None
+    how, plain = {"form": "tiled", "counters": counters}, {"form": "auto"}
+    x, gain, weight = matrices(rows, columns, width, FP16)
+    bias, residual, both = torch.randn(columns).half(), torch.randn(rows, columns).half(), weight[: columns // 2 * 2]
+    for _ in range(2):
+        for call in (
+            lambda module, how: module.norm_linear(x, gain, 1e-5, weight, bias, **how),
+            lambda module, how: module.linear_add(x, weight, residual, **how),
+            lambda module, how: module.norm_gate_up(x, gain, 1e-5, both, **how),
+        ):
+            out, ref = call(triton_ops, how), call(reference, plain)
+            assert out.shape == ref.shape and relative_error(out, ref) < TOLERANCE[FP16]
+    assert counters is None or not counters.any()
+    into = residual.clone()
+    assert triton_ops.linear_add(x, weight, into, into, **how) is into
+    assert torch.equal(into, triton_ops.linear_add(x, weight, residual, **how))
+
+
+def test_the_tiled_form_refuses_what_it_cannot_run():
+    x, gain, weight = matrices(9, 16, 64, FP32)
+    with pytest.raises(ValueError, match="float32"):
+        triton_ops.norm_linear(x, gain, 1e-5, weight, form="tiled")
+    x, gain, weight = matrices(9, 16, 60, FP16)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        triton_ops.norm_linear(x, gain, 1e-5, weight, form="tiled")
+    x, gain, weight = matrices(257, 16, 64, FP16)
+    with pytest.raises(ValueError, match="1 to 256 rows"):
+        triton_ops.norm_linear(x, gain, 1e-5, weight, form="tiled")
+
+
 @pytest.mark.parametrize("rows", [5, 16])
 def test_a_row_of_the_dot_form_does_not_depend_on_the_others(rows):
     x, gain, weight = matrices(rows, 40, 200, FP32)
