@@ -189,18 +189,22 @@ def busy_cpu() -> Iterator[None]:
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
-def copy_rate(gib: int = 4, repeats: int = 20) -> float:
+# A rate is measured for as long as a row is: an H200 under its power limit computes slower after some milliseconds.
+RATE_SECONDS = 0.5
+
+
+def copy_rate(gib: int = 4) -> float:
     """Device-to-device copy, bytes read plus bytes written, in bytes a second: the limit of what streams weights."""
     source = torch.empty(gib << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    times = milliseconds(lambda: target.copy_(source), torch.device("cuda"), repeats)
+    times = milliseconds(lambda: target.copy_(source), torch.device("cuda"), 1000, seconds=RATE_SECONDS)
     return 2e3 * source.numel() / statistics.median(times)
 
 
-def matmul_rate(size: int = 8192, repeats: int = 20) -> float:
+def matmul_rate(size: int = 8192) -> float:
     """A bfloat16 matmul of `size` cubed on random data, in operations a second: the limit of what computes."""
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    times = milliseconds(lambda: a @ b, torch.device("cuda"), repeats)
+    times = milliseconds(lambda: a @ b, torch.device("cuda"), 1000, seconds=RATE_SECONDS)
     return 2e3 * size**3 / statistics.median(times)
 
 

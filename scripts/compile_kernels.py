@@ -151,15 +151,8 @@ def advance(page: int) -> None:
 
 def skinny(rows: int, sizes: tuple[int, int, int, int], vocab: int, dtype: torch.dtype, pdl: bool) -> None:
     """The matmuls of a decode layer (hidden, gated, QKV and attention widths), and the LM head."""
-    forms: dict[str, dict[str, Any]] = {
-        "auto": {},
-        "streamed": {"form": "streamed"},
-        "tiled": {"form": "tiled", "counters": torch.zeros(1 << 15, dtype=torch.int32)},
-    }
-    takes = {"auto": rows <= 64, "streamed": rows <= 16, "tiled": rows >= 16 and pdl}
-    for form, how in forms.items():
-        if takes[form] and (form == "auto" or dtype == torch.bfloat16):
-            skinny_form(rows, sizes, vocab, dtype, {"pdl": pdl, **how})
+    for form in ("auto", *(rows <= 16 and dtype == torch.bfloat16) * ("streamed",)):
+        skinny_form(rows, sizes, vocab, dtype, {"pdl": pdl, "form": form})
 
 
 def skinny_form(
@@ -177,6 +170,11 @@ def skinny_form(
     triton_ops.norm_gate_up(x, gain, 1e-5, new(2 * gated, hidden), **how)
     triton_ops.linear_add(new(rows, gated), new(hidden, gated), x, **how)
     triton_ops.norm_linear(x, gain, 1e-5, new(vocab, hidden), **how)
+
+
+def tiled_gate_up(rows: int, hidden: int, gated: int, dtype: torch.dtype) -> None:
+    x, gain, weight = (torch.empty(shape, dtype=dtype) for shape in ((rows, hidden), (hidden,), (2 * gated, hidden)))
+    triton_ops.norm_gate_up(x, gain, 1e-5, weight, pdl=True, form="tiled")
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -208,8 +206,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             name = f"linear {dtype} {columns}x{width} {phase}"
             yield name, lambda n=columns, k=width, t=dtype, p=phase: matmul(n, k, t, p)
     for model, sizes, vocab, counts in (
-        ("1B", (2048, 8192, 3072, 2048), 128256, (1, 2, 8, 64, 128, 256)),
-        ("8B", (4096, 14336, 6144, 4096), 128256, (1, 4, 16, 64, 128, 256)),
+        ("1B", (2048, 8192, 3072, 2048), 128256, (1, 2, 8, 64)),
+        ("8B", (4096, 14336, 6144, 4096), 128256, (1, 4, 16, 64)),
         ("0.6B", (1024, 3072, 4096, 2048), 151936, (1, 8)),
         ("135M", (576, 1536, 960, 576), 49152, (1, 8)),
     ):
@@ -223,6 +221,12 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             f"skinny {dtype} 1B B={rows}{' pdl' if pdl else ''}",
             lambda b=rows, t=dtype, p=pdl: skinny(b, (2048, 8192, 3072, 2048), 128256, t, p),
         )
+    for hidden, width in ((2048, 8192), (4096, 14336), (576, 1536)):
+        for rows in (64, 256):
+            yield (
+                f"tiled bf16 gate_up {width}x{hidden} B={rows} pdl",
+                lambda b=rows, h=hidden, w=width: tiled_gate_up(b, h, w, bf16),
+            )
     for width, dtype in ((8192, bf16), (1536, bf16), (8192, fp32)):
         for pdl in (False, True):
             yield (

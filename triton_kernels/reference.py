@@ -167,9 +167,8 @@ def norm_linear(
     *,
     pdl: bool = False,
     form: str = "auto",
-    counters: Tensor | None = None,
 ) -> Tensor:
-    """RMS norm, then a matmul; `form` and `counters`, here and below, are which kernel: nothing about the result."""
+    """RMS norm, then a matmul; `form` here and below is which kernel, and says nothing about the result."""
     return F.linear(rms_norm(residual, norm_weight, eps), weight, bias)
 
 
@@ -181,7 +180,6 @@ def linear_add(
     *,
     pdl: bool = False,
     form: str = "auto",
-    counters: Tensor | None = None,
 ) -> Tensor:
     """A matmul, added to the residual."""
     total = residual + F.linear(x, weight)
@@ -196,7 +194,6 @@ def norm_gate_up(
     *,
     pdl: bool = False,
     form: str = "auto",
-    counters: Tensor | None = None,
 ) -> Tensor:
     """RMS norm, both matmuls of a gated MLP, and `silu(gate) * up`."""
     return swiglu(norm_linear(residual, norm_weight, eps, gate_up))

@@ -1,4 +1,4 @@
-"""Matmuls of few rows, with the norm before them or the addition after them: how a decode layer reads its weights.
+"""Matmuls of 1 to 64 rows, with the norm before them or the addition after them: how a decode layer reads its weights.
 
 Few rows: a program owns BN whole weight rows, all of their loads in flight before it waits for its predecessor, and
 norms x itself. More rows: x is normed once by a kernel of its own, then `tl.dot` over K with the rows padded to 16, 32
@@ -21,8 +21,8 @@ from . import pdl as chain
 from .rms_norm import rms_norm
 from .swiglu import silu_times
 
-Form = Literal["auto", "streamed", "tiled"]
-MAX_ROWS = 64  # `tiled`: as many as that has
+Form = Literal["auto", "streamed"]
+MAX_ROWS = 64
 MAX_WIDTH = 32768
 WHOLE_ROWS = 4  # up to as many rows a program holds its weights in registers
 WHOLE_WIDTH = 16384  # and up to this K
@@ -196,14 +196,8 @@ def _skinny(
     pdl: bool,
     form: Form,
     tile: Tile | None,
-    counters: Tensor | None = None,
 ) -> Tensor:
     (rows, width), columns = x.shape, y.shape[1]
-    if form == "tiled":
-        checks.require(x.dtype != torch.float32, "tiled: given float32, expected half floats")
-        if norm is not None:
-            x = rms_norm(x, norm, eps, pdl=pdl, lean=False)
-        return tiled.launch(x, weight, bias, residual, y, gated, pdl, counters)
     if tile is None and form == "streamed":
         tile = *streamed.streamed_tile(rows, columns, width, gated), -1
     block_n, block_k, warps, stages = tile or skinny_tile(rows, columns, width, x.dtype, gated)
@@ -257,8 +251,8 @@ def _skinny(
     return y
 
 
-def _check(name: str, form: Form, x: Tensor, expected: str, holds: bool, **others: Tensor | None) -> None:
-    given, most = {k: t for k, t in others.items() if t is not None}, tiled.MAX_ROWS if form == "tiled" else MAX_ROWS
+def _check(name: str, x: Tensor, expected: str, holds: bool, most: int = MAX_ROWS, **others: Tensor | None) -> None:
+    given = {k: t for k, t in others.items() if t is not None}
     checks.floats(x=x, **given)
     shapes = ", ".join(f"{k} {tuple(t.shape)}" for k, t in given.items())
     checks.require(
@@ -278,12 +272,11 @@ def norm_linear(
     pdl: bool = False,
     form: Form = "auto",
     tile: Tile | None = None,
-    counters: Tensor | None = None,
 ) -> Tensor:
-    """`rms_norm(residual [B, H]) @ weight [N, H].T + bias [N]` as `[B, N]`, for B of 1 to 64, `tiled` to 256.
+    """`rms_norm(residual [B, H]) @ weight [N, H].T + bias [N]` as `[B, N]`, for B of 1 to 64.
 
-    `pdl`: as part of a chain (`pdl.py`). `form`: `streamed.py`, or `tiled.py` with its `counters`. `tile` overrides it.
-    Raises ValueError for what does not fit.
+    `pdl`: as part of a chain (`pdl.py`). `form`: `streamed` is `streamed.py`. `tile` overrides both. Raises ValueError
+    for what does not fit.
     """
     rows, width = residual.shape
     columns = weight.shape[0]
@@ -293,9 +286,9 @@ def norm_linear(
         and (bias is None or tuple(bias.shape) == (columns,))
     )
     expected = "[B, H], [H], [N, H], [N]"
-    _check("norm_linear", form, residual, expected, holds, norm_weight=norm_weight, weight=weight, bias=bias)
+    _check("norm_linear", residual, expected, holds, norm_weight=norm_weight, weight=weight, bias=bias)
     y = torch.empty((rows, columns), dtype=residual.dtype, device=residual.device)
-    return _skinny(residual, norm_weight, weight, bias, None, y, eps, False, pdl, form, tile, counters)
+    return _skinny(residual, norm_weight, weight, bias, None, y, eps, False, pdl, form, tile)
 
 
 def linear_add(
@@ -307,20 +300,19 @@ def linear_add(
     pdl: bool = False,
     form: Form = "auto",
     tile: Tile | None = None,
-    counters: Tensor | None = None,
 ) -> Tensor:
-    """`residual [B, N] + x [B, K] @ weight [N, K].T` as `[B, N]`, B as there; into `out`, maybe `residual` itself.
+    """`residual [B, N] + x [B, K] @ weight [N, K].T` as `[B, N]`, B to 64; into `out`, maybe `residual` itself.
 
-    `pdl`: as part of a chain (`pdl.py`). `form`: `streamed.py`, or `tiled.py` with its `counters`. `tile` overrides it.
-    Raises ValueError for what does not fit.
+    `pdl`: as part of a chain (`pdl.py`). `form`: `streamed` is `streamed.py`. `tile` overrides both. Raises ValueError
+    for what does not fit.
     """
     rows, width = x.shape
     columns = weight.shape[0]
     y = torch.empty_like(residual) if out is None else out
     holds = weight.shape[1:] == (width,) and tuple(residual.shape) == (rows, columns) and y.shape == residual.shape
     expected = "[B, K], [N, K], [B, N], [B, N]"
-    _check("linear_add", form, x, expected, holds, weight=weight, residual=residual, out=y)
-    return _skinny(x, None, weight, None, residual, y, 0.0, False, pdl, form, tile, counters)
+    _check("linear_add", x, expected, holds, weight=weight, residual=residual, out=y)
+    return _skinny(x, None, weight, None, residual, y, 0.0, False, pdl, form, tile)
 
 
 def norm_gate_up(
@@ -330,17 +322,19 @@ def norm_gate_up(
     gate_up: Tensor,
     *,
     pdl: bool = False,
-    form: Form = "auto",
+    form: Form | Literal["tiled"] = "auto",
     tile: Tile | None = None,
-    counters: Tensor | None = None,
 ) -> Tensor:
-    """`silu(n @ gate.T) * (n @ up.T)` as `[B, F]` of `n = rms_norm(residual [B, H])`, `gate_up [2 F, H]`; B as there.
+    """`silu(n @ gate.T) * (n @ up.T)` as `[B, F]` of `n = rms_norm(residual [B, H])` and `gate_up [2 F, H]`; B to 64.
 
-    `pdl`: as part of a chain (`pdl.py`). `form`: `streamed.py`, or `tiled.py` with its `counters`. `tile` overrides it.
-    Raises ValueError for what does not fit.
+    `pdl`: as part of a chain (`pdl.py`). `form`: `streamed` is `streamed.py`, `tiled` is `tiled.py` with B to 256.
+    `tile` overrides the others. Raises ValueError for what does not fit.
     """
     rows, width = residual.shape
     holds = tuple(norm_weight.shape) == (width,) and gate_up.shape[1:] == (width,) and gate_up.shape[0] % 2 == 0
-    _check("norm_gate_up", form, residual, "[B, H], [H], [2 F, H]", holds, norm_weight=norm_weight, gate_up=gate_up)
+    most = tiled.MAX_ROWS if form == "tiled" else MAX_ROWS
+    _check("norm_gate_up", residual, "[B, H], [H], [2 F, H]", holds, most, norm_weight=norm_weight, gate_up=gate_up)
     y = torch.empty((rows, gate_up.shape[0] // 2), dtype=residual.dtype, device=residual.device)
-    return _skinny(residual, norm_weight, gate_up, None, None, y, eps, True, pdl, form, tile, counters)
+    if form == "tiled":
+        return tiled.gate_up(rms_norm(residual, norm_weight, eps, pdl=pdl, lean=False), gate_up, y, pdl)
+    return _skinny(residual, norm_weight, gate_up, None, None, y, eps, True, pdl, form, tile)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from bucketgraph import kernels
 from bucketgraph.config import InputSpec, OutputSpec
-from bucketgraph.llm import cublaslt
 from bucketgraph.llm.kv_cache import PagedKVCache
 from bucketgraph.llm.model_config import ModelConfig
 from bucketgraph.llm.projections import (
@@ -33,7 +32,6 @@ from bucketgraph.llm.projections import (
 from bucketgraph.llm.rope import cos_sin_table
 from bucketgraph.llm.weights import ModelWeights
 
-MEASURED_BYTES = 32 << 20  # of a layer's largest matrix: smaller ones were not looked at
 COUNTED_ROWS = 1024  # up to as many rows decode attention has counters from the start; more take new ones each time
 
 Attend = Callable[[Tensor, int], Tensor]  # of qkv and the layer's place
@@ -114,7 +112,7 @@ class LanguageModel:
             # A size of the model's, not of a batch: at most 64 splits of the longest context, in whole tiles.
             self._split_size = max(256, -(-max_model_len // 64 // 64) * 64)
         elif device.type == "cuda":
-            self._ways = self._make_ways(device, weights)
+            self._ways = self._make_ways(weights.embed.dtype)
 
     def prefill(
         self,
@@ -188,19 +186,15 @@ class LanguageModel:
         """Who may run the matmuls of so many rows, by name."""
         return {} if self._ways is None else mixes(self._ways, rows, head_rows)
 
-    def _make_ways(self, device: torch.device, weights: ModelWeights) -> Ways:
-        ops, pdl, dtype = self._ops, self._pdl, weights.embed.dtype
-        largest = max(tensor.nbytes for tensor in (weights.layers[0].gate_up, weights.layers[0].down))
-        measured = largest >= MEASURED_BYTES and dtype in cublaslt.DTYPES and cublaslt.available(device)
-        streamed = dtype == torch.bfloat16 and ops.streamed_available()
-        # Tensor descriptors and dependent launches came with the same devices.
-        tiled = pdl and dtype != torch.float32 and self.config.hidden_size % 8 == self.config.intermediate_size % 8 == 0
+    def _make_ways(self, dtype: torch.dtype) -> Ways:
+        ops, pdl = self._ops, self._pdl
+        # Tensor descriptors came with the devices that have dependent launches.
+        tiled = pdl and dtype != torch.float32 and self.config.hidden_size % 8 == 0
         return Ways(
             Library(ops, pdl),
-            Library(ops, pdl, cublaslt.MeasuredMatmul(device)) if measured else None,
             Fused(ops, pdl),
-            Fused(ops, pdl, "streamed") if streamed else None,
-            Fused(ops, pdl, "tiled", self._counters) if tiled else None,
+            Fused(ops, pdl, "streamed") if dtype == torch.bfloat16 and ops.streamed_available() else None,
+            Fused(ops, pdl, "tiled") if tiled else None,
         )
 
     def _layers(self, input_ids: Tensor, attend: Attend, by: Projections) -> Tensor:

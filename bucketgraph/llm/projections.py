@@ -14,12 +14,9 @@ from typing import Literal, Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from bucketgraph.llm.cublaslt import MeasuredMatmul
-
 FUSED_ROWS = 64  # what the fused kernels take
 STREAMED_ROWS = 16  # and the ones among them that stream weights past shared memory
-TILED_ROWS = 16, 256  # where those with tensor descriptors are worth a look
-MEASURED_ROWS = 16, 256  # where the library's own choice of an algorithm is worth a look
+TILED_ROWS = 256  # and the one with tensor descriptors: worth a look where nothing is streamed
 
 
 class Projection(Protocol):
@@ -33,31 +30,21 @@ class Projection(Protocol):
 
 
 class Library:
-    """The library's matmuls, between our norm and activation; these start while what is before them ends if `pdl`.
+    """The library's matmuls, between our norm and activation; these start while what is before them ends if `pdl`."""
 
-    `measured` has the library's algorithms by measurement, where there is no bias.
-    """
-
-    def __init__(self, ops: ModuleType, pdl: bool = False, measured: MeasuredMatmul | None = None) -> None:
-        self._ops, self._pdl, self._measured = ops, pdl, measured
+    def __init__(self, ops: ModuleType, pdl: bool = False) -> None:
+        self._ops, self._pdl = ops, pdl
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._linear(self._normed(x, norm, eps), weight, bias)
+        return F.linear(self._normed(x, norm, eps), weight, bias)
 
     def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-        if self._measured is not None:
-            return self._measured.add(x, weight, residual)
         return residual.addmm_(x, weight.t())
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
-        both = self._linear(self._normed(x, norm, eps), gate_up, None)
+        both = F.linear(self._normed(x, norm, eps), gate_up)
         activated: Tensor = self._ops.swiglu(both, pdl=self._pdl)
         return activated
-
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self._measured is None or bias is not None:
-            return F.linear(x, weight, bias)
-        return self._measured.linear(x, weight)
 
     def _normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         # The library's matmul behind it asks for all the shared memory there is.
@@ -85,19 +72,13 @@ class Invariant:
 
 
 class Fused:
-    """One kernel each, for few rows; in a chain of dependent launches where the device has them.
+    """One kernel each, for up to `FUSED_ROWS` rows; in a chain of dependent launches where the device has them.
 
-    `counters`: int32 zeros for `tiled`, as `tiled.py` has them.
+    `tiled` is for gate and up alone.
     """
 
-    def __init__(
-        self,
-        ops: ModuleType,
-        pdl: bool,
-        form: Literal["auto", "streamed", "tiled"] = "auto",
-        counters: Tensor | None = None,
-    ) -> None:
-        self._ops, self._how = ops, {"pdl": pdl, "form": form, "counters": counters}
+    def __init__(self, ops: ModuleType, pdl: bool, form: Literal["auto", "streamed", "tiled"] = "auto") -> None:
+        self._ops, self._how = ops, {"pdl": pdl, "form": form}
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
         made: Tensor = self._ops.norm_linear(x, norm, eps, weight, bias, **self._how)
@@ -132,7 +113,6 @@ class Ways:
     """What mixes are made of; None: not here."""
 
     library: Projection
-    measured: Projection | None  # the library's algorithms by measurement
     fused: Projection
     streamed: Projection | None
     tiled: Projection | None
@@ -143,8 +123,7 @@ def mixes(ways: Ways, rows: int, head_rows: int) -> dict[str, Projections]:
 
     `head_rows`: the LM head's, fewer in prefill. Empty where there is nothing to choose from.
     """
-    measured = ways.measured if MEASURED_ROWS[0] <= rows <= MEASURED_ROWS[1] else None
-    library, fused, streamed, tiled = measured or ways.library, ways.fused, ways.streamed, ways.tiled
+    library, fused, streamed, tiled = ways.library, ways.fused, ways.streamed, ways.tiled
     head = fused if head_rows <= FUSED_ROWS else library
     made: dict[str, Projections] = {}
     if rows <= FUSED_ROWS:
@@ -161,17 +140,12 @@ def mixes(ways: Ways, rows: int, head_rows: int) -> dict[str, Projections]:
             "streamed, fused gate_up, library qkv": Projections(library, streamed, fused, streamed, fused),
             "streamed, library gate_up": Projections(streamed, streamed, library, streamed, fused),
         }
-    if tiled is not None and TILED_ROWS[0] <= rows <= TILED_ROWS[1]:
-        made |= {
-            "tiled": Projections(tiled, tiled, tiled, tiled, head),
-            "tiled, library down": Projections(tiled, tiled, tiled, library, head),
-            "tiled o and gate_up": Projections(library, tiled, tiled, library, head),
-            "tiled gate_up": Projections(library, library, tiled, library, head),
-        }
+    if STREAMED_ROWS < rows <= TILED_ROWS and tiled is not None:
+        made["tiled gate_up"] = Projections(library, library, tiled, library, head)
+        if rows <= FUSED_ROWS:
+            made["tiled gate_up, fused o"] = Projections(library, fused, tiled, library, head)
     if head is fused:
         made["fused head"] = Projections(library, library, library, library, fused)
-    if made or measured:
-        made["library"] = Projections.all(ways.library)
-    if measured:
-        made["measured library"] = Projections.all(measured)
+    if made:
+        made["library"] = Projections.all(library)
     return made

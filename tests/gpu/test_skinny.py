@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_cases import Fused, Paged, decode, fused_case, relative_error
-from torch import Tensor
 
 from bucketgraph.kernels import decode_attention, reference, rms_norm, skinny, triton_ops
 
@@ -39,42 +38,33 @@ def matrices(rows: int, columns: int, width: int, dtype: torch.dtype) -> tuple[t
     return tuple(t.to(dtype) for t in (x, gain, weight, residual, bias))
 
 
-def compare(
-    rows: int,
-    columns: int,
-    width: int,
-    dtype: torch.dtype,
-    pdl: bool,
-    form: str = "auto",
-    counters: Tensor | None = None,
-) -> None:
-    how = {"pdl": pdl, "form": form, "counters": counters}
+def compare(rows: int, columns: int, width: int, dtype: torch.dtype, pdl: bool, form: str = "auto") -> None:
     x, gain, weight, residual, bias = matrices(rows, columns, width, dtype)
     x64, gain64, weight64, residual64, bias64 = (t.double() for t in (x, gain, weight, residual, bias))
-    out = triton_ops.norm_linear(x, gain, 1e-5, weight, bias, **how)
+    out = triton_ops.norm_linear(x, gain, 1e-5, weight, bias, pdl=pdl, form=form)
     assert relative_error(out, reference.norm_linear(x64, gain64, 1e-5, weight64, bias64)) < TOLERANCE[dtype]
-    out = triton_ops.linear_add(x, weight, residual, **how)
+    out = triton_ops.linear_add(x, weight, residual, pdl=pdl, form=form)
     right = reference.linear_add(x64, weight64, residual64)
     assert relative_error(out, right) < TOLERANCE[dtype]
-    assert triton_ops.linear_add(x, weight, residual, residual, **how) is residual
+    assert triton_ops.linear_add(x, weight, residual, residual, pdl=pdl, form=form) is residual
     assert torch.equal(residual, out)
     even = columns // 2 * 2
-    out = triton_ops.norm_gate_up(x, gain, 1e-5, weight[:even], **how)
+    out = triton_ops.norm_gate_up(x, gain, 1e-5, weight[:even], pdl=pdl, form=form)
     assert relative_error(out, reference.norm_gate_up(x64, gain64, 1e-5, weight64[:even])) < TOLERANCE[dtype]
 
 
 @pytest.mark.skipif(not PDL, reason="needs tensor descriptors")
-@pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize(
-    ("columns", "width"), [(1000, 1000), (576, 1536), (4096, 4096), (4096, 14336), (6144, 4096), (2048, 8192)]
-)
-def test_the_tiled_form(columns, width, counted, nan_memory):
-    counters = torch.zeros(1024, dtype=torch.int32, device=DEVICE) if counted else None
-    for rows in (1, 16, 64, 65, 128, 200, 256):
-        for pdl in (False, True):
-            compare(rows, columns, width, BF16, pdl, "tiled", counters)
-    compare(33, columns, width, FP16, True, "tiled", counters)
-    assert counters is None or not counters.any()
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("columns", "width"), [(1000, 1000), (1536, 576), (14336, 4096), (8192, 2048)])
+def test_the_tiled_gate_up(columns, width, dtype, nan_memory):
+    for rows in (1, 17, 64, 65, 128, 200, 256):
+        x, gain, weight, _, _ = matrices(rows, 2 * columns, width, dtype)
+        right = reference.norm_gate_up(x.double(), gain.double(), 1e-5, weight.double())
+        found = [triton_ops.norm_gate_up(x, gain, 1e-5, weight, pdl=pdl, form="tiled") for pdl in (False, True)]
+        assert torch.equal(*found) and relative_error(found[0], right) < TOLERANCE[dtype]
+        half = triton_ops.norm_gate_up(x[: rows // 2 + 1], gain, 1e-5, weight, form="tiled")
+        if (rows <= 64) == (len(half) <= 64):
+            assert torch.equal(half, found[0][: len(half)]), "a row's bits depend on its tile alone"
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -269,10 +259,10 @@ class Chain:
         self.embed = torch.randn(1000, self.hidden, device=DEVICE, dtype=BF16)
         self.head = weight(32000, self.hidden)
         self.ids = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-        self.counters = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
 
     def step(self, pdl: bool, form: str = "auto") -> torch.Tensor:
-        ops, how = triton_ops, {"pdl": pdl, "form": form, "counters": self.counters}
+        ops, wide = triton_ops, {"pdl": pdl, "form": form}
+        how = wide if form != "tiled" else {"pdl": pdl}  # gate and up alone
         x = torch.nn.functional.embedding(self.ids, self.embed)
         for (qkv, o, gate_up, down), case in zip(self.layers, self.cases, strict=True):
             projected = ops.norm_linear(x, self.gain, 1e-5, qkv, **how)
@@ -292,7 +282,7 @@ class Chain:
                 pdl=pdl,
             )
             x = ops.linear_add(attended, o, x, **how)
-            x = ops.linear_add(ops.norm_gate_up(x, self.gain, 1e-5, gate_up, **how), down, x, x, **how)
+            x = ops.linear_add(ops.norm_gate_up(x, self.gain, 1e-5, gate_up, **wide), down, x, x, **how)
         return ops.norm_linear(x, self.gain, 1e-5, self.head, **how)
 
 

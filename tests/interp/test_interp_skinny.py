@@ -56,41 +56,22 @@ def test_norm_gate_up(rows, columns, width, dtype, nan_memory):
     assert relative_error(out, ref) < TOLERANCE[dtype]
 
 
-TILED = [(5, 70, 200), (16, 33, 600), (65, 200, 96), (130, 140, 520), (9, 48, 4096), (70, 40, 6000)]
+@pytest.mark.parametrize(("rows", "columns", "width"), [(5, 70, 200), (64, 33, 600), (65, 200, 96), (130, 140, 520)])
+def test_the_tiled_gate_up(rows, columns, width, nan_memory):
+    """Rows, columns and K that no tile divides, in one block of rows and in two."""
+    x, gain, weight = matrices(rows, 2 * columns, width, FP16)
+    out, ref = (m.norm_gate_up(x, gain, 1e-5, weight, form="tiled") for m in (triton_ops, reference))
+    assert out.shape == ref.shape and relative_error(out, ref) < TOLERANCE[FP16]
 
 
-@pytest.mark.parametrize(("rows", "columns", "width"), TILED)
-@pytest.mark.parametrize("counted", [False, True])
-def test_the_tiled_form(rows, columns, width, counted, nan_memory):
-    """Rows, columns and K that no tile divides, with K in one piece and shared out between programs."""
-    counters = torch.zeros(64, dtype=torch.int32) if counted else None
-    how, plain = {"form": "tiled", "counters": counters}, {"form": "auto"}
-    x, gain, weight = matrices(rows, columns, width, FP16)
-    bias, residual, both = torch.randn(columns).half(), torch.randn(rows, columns).half(), weight[: columns // 2 * 2]
-    for _ in range(2):
-        for call in (
-            lambda module, how: module.norm_linear(x, gain, 1e-5, weight, bias, **how),
-            lambda module, how: module.linear_add(x, weight, residual, **how),
-            lambda module, how: module.norm_gate_up(x, gain, 1e-5, both, **how),
-        ):
-            out, ref = call(triton_ops, how), call(reference, plain)
-            assert out.shape == ref.shape and relative_error(out, ref) < TOLERANCE[FP16]
-    assert counters is None or not counters.any()
-    into = residual.clone()
-    assert triton_ops.linear_add(x, weight, into, into, **how) is into
-    assert torch.equal(into, triton_ops.linear_add(x, weight, residual, **how))
-
-
-def test_the_tiled_form_refuses_what_it_cannot_run():
-    x, gain, weight = matrices(9, 16, 64, FP32)
-    with pytest.raises(ValueError, match="float32"):
-        triton_ops.norm_linear(x, gain, 1e-5, weight, form="tiled")
-    x, gain, weight = matrices(9, 16, 60, FP16)
-    with pytest.raises(ValueError, match="multiple of 8"):
-        triton_ops.norm_linear(x, gain, 1e-5, weight, form="tiled")
-    x, gain, weight = matrices(257, 16, 64, FP16)
-    with pytest.raises(ValueError, match="1 to 256 rows"):
-        triton_ops.norm_linear(x, gain, 1e-5, weight, form="tiled")
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype", "said"),
+    [(9, 64, FP32, "float32"), (9, 60, FP16, "multiple"), (257, 64, FP16, "1 to 256")],
+)
+def test_the_tiled_gate_up_refuses_what_it_cannot_run(rows, width, dtype, said):
+    x, gain, weight = matrices(rows, 32, width, dtype)
+    with pytest.raises(ValueError, match=said):
+        triton_ops.norm_gate_up(x, gain, 1e-5, weight, form="tiled")
 
 
 @pytest.mark.parametrize("rows", [5, 16])

@@ -33,23 +33,18 @@ def test_each_way_computes_what_its_name_says(name: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows, head_rows", [(r, h) for r in (1, 15, 16, 17, 64, 65, 256, 257) for h in {r, min(r, 8)}])
-@pytest.mark.parametrize("left_out", [(), ("measured",), ("streamed",), ("measured", "streamed", "tiled")])
+@pytest.mark.parametrize("left_out", [(), ("tiled",), ("streamed",), ("streamed", "tiled")])
 def test_mixes_name_what_they_hold(rows: int, head_rows: int, left_out: tuple[str, ...]) -> None:
-    names = {name: Fused(reference, pdl=False) for name in ("library", "measured", "fused", "streamed", "tiled")}
+    names = {name: Fused(reference, pdl=False) for name in ("library", "fused", "streamed", "tiled")}
     made = mixes(Ways(**{name: None if name in left_out else way for name, way in names.items()}), rows, head_rows)
     used = {name: {key for key, way in names.items() if way in mix.__dict__.values()} for name, mix in made.items()}
     assert len(set(map(repr, made.values()))) == len(made), "each is measured once"
     whole = {name: mix for name, mix in made.items() if len(used[name]) == 1}
-    assert all(
-        mix == Projections.all(names[name.removesuffix(" library")])
-        for name, mix in whole.items()
-        if name != "fused head"
-    )
+    assert all(mix == Projections.all(names[name]) for name, mix in whole.items())
     together = set().union(*used.values())
     assert ("fused" in together) == (head_rows <= 64)
-    assert ("tiled" in together) == (16 <= rows <= 256 and "tiled" not in left_out)
+    assert ("tiled" in together) == (16 < rows <= 256 and "tiled" not in left_out)
     assert ("streamed" in together) == (rows <= 16 and "streamed" not in left_out)
-    assert ("measured" in together) == (16 <= rows <= 256 and "measured" not in left_out)
-    assert bool(made) == (head_rows <= 64 or "measured" in together or "tiled" in together)
+    assert bool(made) == (head_rows <= 64 or "tiled" in together)
     assert not made or made["library"] == Projections.all(names["library"])
     assert rows > 64 or next(iter(made)) == "fused"
