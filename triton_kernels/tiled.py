@@ -65,6 +65,11 @@ def _tiled(
     tl.store(y + row[:, None] * N + col[None, :], silu_times(gate, up, dtype).to(dtype), mask=inside)
 
 
+def supported(device: torch.device | str) -> bool:
+    """Whether `device` has tensor descriptors: those came with dependent launches."""
+    return chain.pdl_supported(device)
+
+
 def gate_up_tile(rows: int) -> Tile:
     """(BM, BN, BK, warps, stages), from measurement on an H200, weights cold."""
     return (64, 64, 64, 4, 4) if rows <= 64 else (128, 128, 64, 8, 4)

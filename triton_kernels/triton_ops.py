@@ -11,6 +11,7 @@ from .sampling import sample
 from .skinny import linear_add, norm_gate_up, norm_linear
 from .streamed import available as streamed_available
 from .swiglu import swiglu
+from .tiled import supported as tiled_supported
 
 __all__ = [
     "advance",
@@ -26,4 +27,5 @@ __all__ = [
     "sample",
     "streamed_available",
     "swiglu",
+    "tiled_supported",
 ]

@@ -112,7 +112,7 @@ class LanguageModel:
             # A size of the model's, not of a batch: at most 64 splits of the longest context, in whole tiles.
             self._split_size = max(256, -(-max_model_len // 64 // 64) * 64)
         elif device.type == "cuda":
-            self._ways = self._make_ways(weights.embed.dtype)
+            self._ways = self._make_ways(device, weights.embed.dtype)
 
     def prefill(
         self,
@@ -186,10 +186,9 @@ class LanguageModel:
         """Who may run the matmuls of so many rows, by name."""
         return {} if self._ways is None else mixes(self._ways, rows, head_rows)
 
-    def _make_ways(self, dtype: torch.dtype) -> Ways:
+    def _make_ways(self, device: torch.device, dtype: torch.dtype) -> Ways:
         ops, pdl = self._ops, self._pdl
-        # Tensor descriptors came with the devices that have dependent launches.
-        tiled = pdl and dtype != torch.float32 and self.config.hidden_size % 8 == 0
+        tiled = ops.tiled_supported(device) and dtype != torch.float32 and self.config.hidden_size % 8 == 0
         return Ways(
             Library(ops, pdl),
             Fused(ops, pdl),
