@@ -608,16 +608,21 @@ class Panel:
 
 
 def plot(path: str, panels: Sequence[Panel]) -> None:
-    """Draw the panels side by side into a PNG file; none if nothing green was measured."""
+    """Draw the panels, two to a line, into a PNG file; none if nothing green was measured."""
     if not panels:
         return
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), squeeze=False)
-    for axis, panel in zip(axes[0], panels, strict=True):
+    across = min(len(panels), 2)
+    down = -(-len(panels) // across)
+    figure, axes = pyplot.subplots(down, across, figsize=(6.5 * across, 5 * down), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, panel in zip(axes.flat, panels, strict=False):
         for name, points in panel.lines.items():
             axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=name)
         axis.plot(*zip(*sorted(panel.limit), strict=True), color="black", linestyle="--", label="limit")
@@ -625,11 +630,14 @@ def plot(path: str, panels: Sequence[Panel]) -> None:
         ticks = sorted({x for x, _ in panel.limit})
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
         axis.set_xticks([], minor=True)
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=99))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
         axis.grid(True, which="both", alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, ncol=3, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
     figure.tight_layout()
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
 

@@ -307,6 +307,14 @@ def test_the_picture_is_drawn_with_the_limit(
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 
+def test_the_committed_results_are_drawn(scripts: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert scripts("plot_results").main(["--out", str(tmp_path / "new")]) == 0
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"decode.png", "prefill.png"}
+    with pytest.raises(FileNotFoundError):
+        scripts("plot_results").main(["--results", str(tmp_path), "--out", str(tmp_path)])
+
+
 # -- the device loop ---------------------------------------------------------------------------------------------------
 
 
