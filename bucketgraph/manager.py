@@ -26,6 +26,7 @@ from bucketgraph.contract import Contract
 from bucketgraph.dispatch import Cheapest, Prices
 from bucketgraph.errors import ConfigError, InputError, NoBucketError, NotQuietError, NotWarmError, StaleError
 from bucketgraph.executables import Executable, Family
+from bucketgraph.layouts import Layout
 from bucketgraph.saved import Saved
 from bucketgraph.slots import Arena, InputCheck, Outputs, Slot, StaticInputs, check_inputs, into, longest, pack, unpad
 from bucketgraph.stats import Recorder, Stats, log
@@ -161,10 +162,11 @@ class BucketManager:
         self._require_warm()
         if isinstance(out, Tensor):
             inputs["out"], out = out, None
-        sizes = self._check_inputs(inputs)
+        sizes, layout = self._check_inputs(inputs)
         if out is not None:
             self._outputs.check_out(out, sizes, self.device)
-        return self._run(self._dispatch.plan([sizes[name] for name in self.lattice.names]), inputs, out=out)
+        plan = self._dispatch.plan([sizes[name] for name in self.lattice.names])
+        return self._run(plan, inputs, out=out, layout=layout)
 
     def run_batch(self, requests: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Pack ragged requests into one batch, run it, and give each its own unpadded result.
@@ -257,21 +259,25 @@ class BucketManager:
     # -- plan, fill, replay, read ------------------------------------------------------------------------------------
 
     def _run(
-        self, plan: Plan, inputs: Mapping[str, Tensor], keep: bool = False, out: Mapping[str, Tensor] | None = None
+        self,
+        plan: Plan,
+        inputs: Mapping[str, Tensor],
+        keep: bool = False,
+        out: Mapping[str, Tensor] | None = None,
+        layout: Layout | None = None,
     ) -> dict[str, Tensor]:
         with self.family.turn():
             self._require_warm()  # once more: it may have been released while this call waited
             if plan.kind == "refuse":
                 self._refuse(plan)
             self._recorder.asked(plan.sizes)
-            run = self._run_parts if plan.parts else self._run_whole
             try:
                 self._require_fresh()
                 if self.quiet == "count":
-                    result, outcome, code, reason = run(plan, inputs, keep, out)
+                    result, outcome, code, reason = self._run_plan(plan, inputs, keep, out, layout)
                 else:
                     with self._watched():
-                        result, outcome, code, reason = run(plan, inputs, keep, out)
+                        result, outcome, code, reason = self._run_plan(plan, inputs, keep, out, layout)
             except Exception as error:
                 self._recorder.call("raised")
                 self.family.examine(error)
@@ -291,28 +297,33 @@ class BucketManager:
         what = "a larger bucket" if self.spec.overflow == "split" else "a larger bucket, or set overflow: eager"
         raise NoBucketError(plan.reason or "no bucket", hint=f"add {what}")
 
-    def _run_whole(
-        self, plan: Plan, inputs: Mapping[str, Tensor], keep: bool, out: Mapping[str, Tensor] | None = None
+    def _run_plan(
+        self,
+        plan: Plan,
+        inputs: Mapping[str, Tensor],
+        keep: bool,
+        out: Mapping[str, Tensor] | None = None,
+        layout: Layout | None = None,
     ) -> _Ended:
+        if plan.parts:
+            return self._run_parts(plan, inputs, out)
         captured = self._ready(plan.bucket) if plan.bucket is not None else None
         sizes = self._by_axis(plan.sizes)
         if captured is not None and captured.error is None:
-            result = self.replay(captured, inputs, sizes, keep=keep, out=out)
+            result = self.replay(captured, inputs, sizes, keep=keep, out=out, layout=layout)
             self._recorder.hit(plan)
             return result, "replayed", None, None
         code, reason = ("bucket_failed", captured.error) if captured else (plan.code, plan.reason)
         return self._outputs.read(self.run_unpadded(inputs), sizes, keep=keep, into=out), "eager", code, reason
 
-    def _run_parts(
-        self, plan: Plan, inputs: Mapping[str, Tensor], keep: bool, out: Mapping[str, Tensor] | None = None
-    ) -> _Ended:
+    def _run_parts(self, plan: Plan, inputs: Mapping[str, Tensor], out: Mapping[str, Tensor] | None) -> _Ended:
         """Run a call in pieces along the request axis. The result is new memory, whatever `outputs_are` says."""
         position = self._order[self.spec.request_axis or ""]
         results, start = [], 0
         for size in plan.parts:
             piece = self._dispatch.plan((*plan.sizes[:position], size, *plan.sizes[position + 1 :]))
             part = {name: tensor.narrow(0, start, size) for name, tensor in inputs.items()}
-            result, outcome, code, reason = self._run_whole(piece, part, keep=True)
+            result, outcome, code, reason = self._run_plan(piece, part, keep=True)
             if code is not None:
                 self._recorder.fallback(outcome, code, reason)
             results.append(result)
@@ -328,14 +339,17 @@ class BucketManager:
         *,
         keep: bool = False,
         out: Mapping[str, Tensor] | None = None,
+        layout: Layout | None = None,
     ) -> dict[str, Tensor]:
-        """Fill, replay and read one bucket. The family's turn must be held. `keep` as in `Outputs.read`."""
+        """Fill, replay and read one bucket. The family's turn must be held. `keep` as in `Outputs.read`, `layout` as in
+        `StaticInputs.fill`.
+        """
         push, pop, bound = self._push, self._pop, captured.binding
         written: Collection[str] = ()
         push("bucketgraph.fill" if bound is None else "bucketgraph.replay")
         try:
             if bound is None:
-                captured.inputs.fill(inputs)
+                captured.inputs.fill(inputs, layout=layout)
                 pop()
                 push("bucketgraph.replay")
                 raw = captured.executable.replay()
@@ -367,9 +381,6 @@ class BucketManager:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Hold a call to `quiet: warn` or `raise`."""
-        if self.quiet == "count":
-            yield
-            return
         with monitor.watch(self.device) as seen:
             yield
         if seen.any:

@@ -95,22 +95,24 @@ class StaticInputs:
                 turn.append(_HostSlot(slot, buffer[offset:end].view(slot.dtype).view(shape)))
             offset = -(-end // _ALIGN) * _ALIGN
 
-    def fill(self, inputs: Mapping[str, Tensor], elsewhere: Collection[str] = ()) -> None:
+    def fill(self, inputs: Mapping[str, Tensor], elsewhere: Collection[str] = (), layout: Layout | None = None) -> None:
         """Copy `inputs` in and reset all padding. Host tensors travel in as few copies as lie side by side.
 
         Args:
             elsewhere: inputs that the graph reads where the caller has them; their slots stay as they are.
+            layout: of the inputs in the slots' order, where it is known.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():  # or the slots would become results of the inputs
-                return self.fill(inputs, elsewhere)
+                return self.fill(inputs, elsewhere, layout)
         if self._on_host:
             for held in self._host[0]:
                 if held.name not in elsewhere:
                     held.write(inputs[held.name])
             return
         tensors = [inputs[name] for name in self._names]
-        layout = self._arena.layouts.of(tensors)
+        if layout is None:
+            layout = self._arena.layouts.of(tensors)
         route = self._known.get(layout) or self._know(layout)
         if route.host:
             self._arena.copy(route.moves[self._stage(tensors, layout, route)])
@@ -367,14 +369,15 @@ class InputCheck:
         self._names = [slot.name for slot in slots]
         self._layouts = Layouts()
 
-    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, int]:
+    def __call__(self, inputs: Mapping[str, Any]) -> tuple[dict[str, int], Layout | None]:
+        """The sizes, and how the inputs lie in the slots' order if that can be remembered. Raises as that does."""
         try:
             layout = self._layouts.of([inputs[name] for name in self._names])
         except (KeyError, AttributeError, TypeError, RuntimeError):  # said in full
-            return check_inputs(self._slots, inputs, self._device)
+            return check_inputs(self._slots, inputs, self._device), None
         if layout.sizes is None or len(inputs) != len(self._names):
             layout.sizes = check_inputs(self._slots, inputs, self._device)
-        return layout.sizes
+        return layout.sizes, layout
 
 
 def check_inputs(slots: Sequence[Slot], inputs: Mapping[str, object], device: torch.device) -> dict[str, int]:
