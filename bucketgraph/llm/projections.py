@@ -121,7 +121,8 @@ class Ways:
 def mixes(ways: Ways, rows: int, head_rows: int) -> dict[str, Projections]:
     """What is worth measuring for so many rows, by name: at more rows the library is better, at small matrices first.
 
-    `head_rows`: the LM head's, fewer in prefill. Empty where there is nothing to choose from.
+    `head_rows`: the LM head's, fewer in prefill. Where the head is all that differs, it is fused without a choice, so
+    that long buckets are captured once. Empty where nothing but the library is worth it.
     """
     library, fused, streamed, tiled = ways.library, ways.fused, ways.streamed, ways.tiled
     head = fused if head_rows <= FUSED_ROWS else library
@@ -146,6 +147,6 @@ def mixes(ways: Ways, rows: int, head_rows: int) -> dict[str, Projections]:
             made["tiled gate_up, fused o"] = Projections(library, fused, tiled, library, head)
     if head is fused:
         made["fused head"] = Projections(library, library, library, library, fused)
-    if made:
+    if made and rows <= TILED_ROWS:
         made["library"] = Projections.all(library)
     return made
