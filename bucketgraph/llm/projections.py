@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FUSED_ROWS = 64  # what the fused kernels take
+WHOLE_ROWS = 4  # and for how many they hold their weights in registers
 STREAMED_ROWS = 16  # and the ones among them that stream weights past shared memory
 TILED_ROWS = 256  # and the one with tensor descriptors: worth a look where nothing is streamed
 
@@ -119,33 +120,28 @@ class Ways:
 
 
 def mixes(ways: Ways, rows: int, head_rows: int) -> dict[str, Projections]:
-    """What is worth measuring for so many rows, by name: at more rows the library is better, at small matrices first.
+    """What is worth measuring for so many rows, by name. Each costs a bucket a capture, so only what has won somewhere.
 
     `head_rows`: the LM head's, fewer in prefill. Where the head is all that differs, it is fused without a choice, so
     that long buckets are captured once. Empty where nothing but the library is worth it.
     """
-    library, fused, streamed, tiled = ways.library, ways.fused, ways.streamed, ways.tiled
+    library, fused, tiled = ways.library, ways.fused, ways.tiled
+    streamed = ways.streamed if rows <= STREAMED_ROWS else None
     head = fused if head_rows <= FUSED_ROWS else library
     made: dict[str, Projections] = {}
     if rows <= FUSED_ROWS:
-        made = {
-            "fused": Projections.all(fused),
-            "fused, library gate_up": Projections(fused, fused, library, fused, fused),
-            "fused gate_up and head": Projections(library, library, fused, library, fused),
-            "fused o, gate_up and head": Projections(library, fused, fused, library, fused),
-        }
-    if rows <= STREAMED_ROWS and streamed is not None:  # the head is faster fused
-        made |= {
-            "streamed": Projections(streamed, streamed, streamed, streamed, fused),
-            "streamed, fused gate_up": Projections(streamed, streamed, fused, streamed, fused),
-            "streamed, fused gate_up, library qkv": Projections(library, streamed, fused, streamed, fused),
-            "streamed, library gate_up": Projections(streamed, streamed, library, streamed, fused),
-        }
+        if rows <= WHOLE_ROWS or streamed is None:
+            made["fused"] = Projections.all(fused)
+        if rows > WHOLE_ROWS:
+            made["fused o, gate_up and head"] = Projections(library, fused, fused, library, fused)
+        if streamed is not None:  # the head is faster fused
+            made["streamed, fused gate_up"] = Projections(streamed, streamed, fused, streamed, fused)
+            made["streamed"] = Projections(streamed, streamed, streamed, streamed, fused)
+        else:
+            made["fused gate_up and head"] = Projections(library, library, fused, library, fused)
     if STREAMED_ROWS < rows <= TILED_ROWS and tiled is not None:
         made["tiled gate_up"] = Projections(library, library, tiled, library, head)
-        if rows <= FUSED_ROWS:
-            made["tiled gate_up, fused o"] = Projections(library, fused, tiled, library, head)
-    if head is fused:
+    if rows > FUSED_ROWS and head is fused:
         made["fused head"] = Projections(library, library, library, library, fused)
     if made and rows <= TILED_ROWS:
         made["library"] = Projections.all(library)
