@@ -130,7 +130,7 @@ class BucketManager:
         self._arena: Arena | None = None
         self._captured: dict[Bucket, Captured] = {}
         self._named: dict[tuple[int, ...], dict[str, int]] = {}  # sizes of calls by axis
-        self._recorder = Recorder(self.name, spec)
+        self.recorder = Recorder(self.name, spec)
         self._contract: Contract | None = None  # of what is captured; None where nothing is bound to addresses
         self._state_tensors = state
         self._since = (0, 0)  # compiles and memory segments when warm-up ended
@@ -159,7 +159,7 @@ class BucketManager:
             NoBucketError: no bucket covers the sizes and the set does not let it run otherwise.
             NotWarmError: `warmup()` was not called, or `release()` was.
         """
-        self._require_warm()
+        self.require_warm()
         if isinstance(out, Tensor):
             inputs["out"], out = out, None
         sizes, layout = self._check_inputs(inputs)
@@ -178,7 +178,7 @@ class BucketManager:
             InputError: no requests, a request does not fit, or the set has no axis that requests lie along.
             NoBucketError: no bucket covers a part of the batch; then nothing ran.
         """
-        self._require_warm()
+        self.require_warm()
         axis = self.spec.request_axis
         if axis is None:
             raise InputError("this set has no axis that leads every input and output", hint="call the manager itself")
@@ -209,7 +209,7 @@ class BucketManager:
         """Hits and padding per bucket, and every call that went another way, with its reason."""
         with self.family.lock:
             compiles, segments = monitor.compiles() - self._since[0], monitor.segments(self.device) - self._since[1]
-            return self._recorder.snapshot(
+            return self.recorder.snapshot(
                 {"compiles": compiles, "segments": segments} if self._captured else {},
                 ((bucket, self._captured.get(bucket)) for bucket in self.lattice.buckets),
             )
@@ -267,22 +267,22 @@ class BucketManager:
         layout: Layout | None = None,
     ) -> dict[str, Tensor]:
         with self.family.turn():
-            self._require_warm()  # once more: it may have been released while this call waited
+            self.require_warm()  # once more: it may have been released while this call waited
             if plan.kind == "refuse":
                 self._refuse(plan)
-            self._recorder.asked(plan.sizes)
+            self.recorder.asked(plan.sizes)
             try:
-                self._require_fresh()
+                self.require_fresh()
                 if self.quiet == "count":
                     result, outcome, code, reason = self._run_plan(plan, inputs, keep, out, layout)
                 else:
-                    with self._watched():
+                    with self.watched():
                         result, outcome, code, reason = self._run_plan(plan, inputs, keep, out, layout)
             except Exception as error:
-                self._recorder.call("raised")
+                self.recorder.call("raised")
                 self.family.examine(error)
                 raise
-            self._recorder.call(outcome, code, reason)
+            self.recorder.call(outcome, code, reason)
             return result
 
     def _refuse_any(self, plans: Sequence[Plan]) -> None:
@@ -292,8 +292,8 @@ class BucketManager:
 
     def _refuse(self, plan: Plan) -> NoReturn:
         with self.family.lock:
-            self._recorder.asked(plan.sizes)
-            self._recorder.call("refused", plan.code, plan.reason)
+            self.recorder.asked(plan.sizes)
+            self.recorder.call("refused", plan.code, plan.reason)
         what = "a larger bucket" if self.spec.overflow == "split" else "a larger bucket, or set overflow: eager"
         raise NoBucketError(plan.reason or "no bucket", hint=f"add {what}")
 
@@ -307,11 +307,11 @@ class BucketManager:
     ) -> _Ended:
         if plan.parts:
             return self._run_parts(plan, inputs, out)
-        captured = self._ready(plan.bucket) if plan.bucket is not None else None
+        captured = self.serving(plan.bucket) if plan.bucket is not None else None
         sizes = self._by_axis(plan.sizes)
         if captured is not None and captured.error is None:
             result = self.replay(captured, inputs, sizes, keep=keep, out=out, layout=layout)
-            self._recorder.hit(plan)
+            self.recorder.hit(plan)
             return result, "replayed", None, None
         code, reason = ("bucket_failed", captured.error) if captured else (plan.code, plan.reason)
         return self._outputs.read(self.run_unpadded(inputs), sizes, keep=keep, into=out), "eager", code, reason
@@ -325,7 +325,7 @@ class BucketManager:
             part = {name: tensor.narrow(0, start, size) for name, tensor in inputs.items()}
             result, outcome, code, reason = self._run_plan(piece, part, keep=True)
             if code is not None:
-                self._recorder.fallback(outcome, code, reason)
+                self.recorder.fallback(outcome, code, reason)
             results.append(result)
             start += size
         whole = {name: torch.cat([result[name] for result in results]) for name in results[0]}
@@ -366,7 +366,9 @@ class BucketManager:
         moved = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         return self._outputs.select(self.fn(**moved))
 
-    def _require_fresh(self) -> None:
+    # -- what warm-up and device loops use -----------------------------------------------------------------------------
+
+    def require_fresh(self) -> None:
         """Nothing that a graph reads was rebound, resized, moved or freed; raises StaleError, or captures again."""
         if self._contract is None:
             return
@@ -375,20 +377,21 @@ class BucketManager:
         except StaleError as error:
             if self.spec.on_stale == "error":
                 raise
-            self._recorder.fallback("recaptured", "stale", str(error))
+            self.recorder.fallback("recaptured", "stale", str(error))
             warm_up([self], None, list(self._captured))
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def watched(self) -> Iterator[None]:
         """Hold a call to `quiet: warn` or `raise`."""
+        if self.quiet == "count":
+            yield
+            return
         with monitor.watch(self.device) as seen:
             yield
         if seen.any:
             if self.quiet == "raise":
                 raise NotQuietError(f"{self.name} was not quiet after warm-up", given=seen)
             log.warning("%s was not quiet after warm-up: %s", self.name, seen)
-
-    # -- what warm-up uses -------------------------------------------------------------------------------------------
 
     def build(self, bucket: Bucket) -> Captured:
         """Static inputs and cold executables for one bucket."""
@@ -433,13 +436,13 @@ class BucketManager:
 
     def fresh_contract(self) -> Contract:
         """What is read by address, nothing of it moved meanwhile. Raises NotWarmError and StaleError as a call does."""
-        self._require_warm()
-        self._require_fresh()
+        self.require_warm()
+        self.require_fresh()
         return self._contract or Contract(self.fn, self._state_tensors)
 
     def note_recapture(self, reason: str) -> None:
         """A tensor moved, and a graph could not follow."""
-        self._recorder.fallback("recaptured", "moved", reason)
+        self.recorder.fallback("recaptured", "moved", reason)
 
     def adopt(self, captured: Sequence[Captured], contract: Contract | None) -> None:
         """Serve these buckets from now on, under the contract that they were captured under."""
@@ -473,14 +476,16 @@ class BucketManager:
             captured.executable.release()
             self.family.mib -= captured.mib
 
-    def _ready(self, bucket: Bucket) -> Captured:
+    def serving(self, bucket: Bucket) -> Captured:
+        """What serves a bucket; a lazy set captures it now."""
         captured = self._captured.get(bucket)
         if captured is None:  # a lazy set: captured by its first call
             warm_up([self], None, [bucket])
             captured = self._captured[bucket]
         return captured
 
-    def _require_warm(self) -> None:
+    def require_warm(self) -> None:
+        """Raises NotWarmError."""
         if self._state in ("cold", "released"):
             hint = "call warmup() first" + ("" if self._state == "released" else ", or set warmup: {lazy: true}")
             raise NotWarmError(f"{self.name} is {self._state}", hint=hint)

@@ -199,7 +199,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("capture-failure-spreads", "one failed capture takes the other buckets along", "capture_failure",
           swap(manager.BucketManager, "adopt", _spreads), 1),
     Fault("contract-removed", "nothing is compared before a launch", "tampered",
-          swap(manager.BucketManager, "_require_fresh", _nothing), 1),
+          swap(manager.BucketManager, "require_fresh", _nothing), 1),
     Fault("contract-skips-buffers", "the contract looks at parameters only", "tampered",
           edit(contract, "_links", "(item._parameters, item._buffers, item._modules)",
                "(item._parameters, item._modules)"), 8),

@@ -65,6 +65,14 @@ def test_torch_compile_is_counted() -> None:
     assert monitor.compiles() == before + 1
 
 
+def test_nobody_is_watched_where_calls_are_only_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "watch", lambda device: pytest.fail("watching takes time, and is the whole process's"))
+    manager = served("count")
+    manager(x=torch.ones(3))
+    with manager.watched():  # as a device loop's launch is
+        pass
+
+
 def test_a_quiet_call_passes_every_mode() -> None:
     for mode in ("count", "warn", "raise"):
         assert served(mode)(x=torch.ones(2))["y"].tolist() == [2, 2]

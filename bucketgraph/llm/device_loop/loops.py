@@ -39,30 +39,30 @@ class DeviceLoops:
         """Launch a run of these, or count why the host has to run them. Raises what a call of the manager would."""
         manager = self._manager
         with manager.family.turn():
-            manager._require_warm()
+            manager.require_warm()
             try:
-                manager._require_fresh()
+                manager.require_fresh()
                 found = self._find(requests)
                 if isinstance(found, Loop):
                     stops, floor = [self._stops(request) for request in requests], self._floor(requests)
-                    with manager._watched():
+                    with manager.watched():
                         return found.start(requests, stops, floor)
             except Exception as error:
                 self.failed(error, len(requests))
                 raise
-            manager._recorder.fallback("host loop", *found)
+            manager.recorder.fallback("host loop", *found)
             return None
 
     def ended(self, run: Run) -> None:
         """A run is over: its steps are counted as calls."""
         with self._manager.family.lock:
-            self._manager._recorder.looped(run.bucket, run.counts())
+            self._manager.recorder.looped(run.bucket, run.counts())
 
     def failed(self, error: Exception, rows: int) -> None:
         """A run raised: it counts as one call. Raises DeviceError if the device went with it."""
         with self._manager.family.lock:
-            self._manager._recorder.asked((rows,))
-            self._manager._recorder.call("raised")
+            self._manager.recorder.asked((rows,))
+            self._manager.recorder.call("raised")
             self._manager.family.examine(error)
 
     def build(self) -> tuple[LoopReport, ...]:
@@ -92,7 +92,7 @@ class DeviceLoops:
         plan = self._manager.plan(batch=len(requests))
         if plan.bucket is None:
             return plan.code or plan.kind, plan.reason or f"{len(requests)} rows have no bucket of their own"
-        captured = self._manager._ready(plan.bucket)
+        captured = self._manager.serving(plan.bucket)
         if captured.error is not None:
             return "bucket_failed", captured.error
         return self._loop(captured)
