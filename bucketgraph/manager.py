@@ -354,7 +354,7 @@ class BucketManager:
                 push("bucketgraph.replay")
                 raw = captured.executable.replay()
             else:
-                raw, written = bound.run(inputs, out or {})
+                raw, written = bound.run(inputs, out or {}, layout)
             pop()
             push("bucketgraph.read")
             return self._outputs.read(self._outputs.select(raw), sizes, keep=keep, into=out, written=written)

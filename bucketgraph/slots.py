@@ -121,10 +121,11 @@ class StaticInputs:
         if route.device:
             route.fill(tensors, layout)
 
-    def stage(self, inputs: Mapping[str, Tensor]) -> int:
+    def stage(self, inputs: Mapping[str, Tensor], layout: Layout | None = None) -> int:
         """Write what is on the host into a staging buffer, for a graph that copies it itself; the buffer's turn."""
         tensors = [inputs[name] for name in self._names]
-        layout = self._arena.layouts.of(tensors)
+        if layout is None:
+            layout = self._arena.layouts.of(tensors)
         return self._stage(tensors, layout, self._known.get(layout) or self._know(layout))
 
     def forget(self) -> None:

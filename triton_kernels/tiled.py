@@ -3,8 +3,8 @@
 A program owns a tile of x's rows times the same columns of both matrices, so that neither is stored. It asks for its
 first weights in L2 before it waits for its predecessor, which the library's matmuls cannot. A row's bits do not depend
 on the others beside it, but do on the tile, which follows the number of rows. On an H200 norm, gate-up and SwiGLU of
-Llama-3.1-8B at 64, 128 and 256 rows take 64.7, 69.4 and 99.3 us so, and 68.6, 75.7 and 102.3 with the library's
-matmul. QKV, O and down took 13 to 36 % longer this way than by the library, with K whole or shared out.
+Llama-3.1-8B at 64, 128 and 256 rows take 64.7, 69.4 and 100.0 us so, and 68.6, 75.7 and 102.3 with the
+library's matmul. QKV, O and down took 13 to 36 % longer this way than by the library, with K whole or shared out.
 """
 
 from __future__ import annotations

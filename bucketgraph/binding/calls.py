@@ -21,6 +21,7 @@ from bucketgraph.binding.recipe import STAGING, output
 from bucketgraph.cuda.memory import Region
 from bucketgraph.cuda.rebind import RebindError
 from bucketgraph.executables.family import Family
+from bucketgraph.layouts import Layout
 from bucketgraph.slots import StaticInputs
 
 
@@ -129,8 +130,13 @@ class Binding:
     def bound(self, name: str) -> bool:
         return name in self._bound
 
-    def run(self, inputs: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> tuple[Any, Collection[str]]:
+    def run(
+        self, inputs: Mapping[str, Tensor], out: Mapping[str, Tensor], layout: Layout | None = None
+    ) -> tuple[Any, Collection[str]]:
         """Fill what is copied, point the graph at the rest, and launch. The family's turn must be held.
+
+        Args:
+            layout: as `StaticInputs.fill` has it.
 
         Returns:
             what the function returned, in the pool, and which outputs were written to `out` already.
@@ -139,14 +145,14 @@ class Binding:
         targets = {output(name): tensor for name, tensor in out.items()}
         written = self._fitting(targets)  # the graph does that last: even over an input, which was read by then
         places |= {name: targets[name].data_ptr() for name in written}
-        self._fill(inputs, places)
+        self._fill(inputs, places, layout)
         try:
             raw = self.graph.replay(places)
         except RebindError as error:  # nothing ran: copy it all, now and later
             for name in places:
                 if name != STAGING:
                     self.copy(name, str(error))
-            self.inputs.fill(inputs)
+            self.inputs.fill(inputs, layout=layout)
             return self.graph.replay(), ()
         return raw, [name.removeprefix("output ") for name in written]
 
@@ -160,19 +166,19 @@ class Binding:
                     fitting.append(name)
         return fitting
 
-    def _fill(self, inputs: Mapping[str, Tensor], places: dict[str, int]) -> None:
+    def _fill(self, inputs: Mapping[str, Tensor], places: dict[str, int], layout: Layout | None) -> None:
         """Adds the staging buffer that the graph copies from, if it does."""
         if not self.graph.can_move(STAGING):
-            self.inputs.fill(inputs, places)
+            self.inputs.fill(inputs, places, layout)
             return
         for name, tensor in inputs.items():
             if name not in places and (name in self._not_copied_in or not tensor.is_cpu):
                 where = "is bound, but not in this call" if tensor.is_cpu else f"is on {tensor.device}"
                 self.direct[f"{name} {where}"] += 1
-                self.inputs.fill(inputs, places)
+                self.inputs.fill(inputs, places, layout)
                 return
         self.direct[""] += 1
-        places[STAGING] = self.graph.recipe.staging[self.inputs.stage(inputs)].data_ptr()
+        places[STAGING] = self.graph.recipe.staging[self.inputs.stage(inputs, layout)].data_ptr()
 
     def how(self) -> dict[str, str]:
         """`patch`, or `copy: why`, by input and output; and `in_graph`, or why not, of the host inputs' copies."""

@@ -26,6 +26,7 @@ from bucketgraph.llm.projections import (
     Invariant,
     Library,
     Projections,
+    Tiled,
     Ways,
     mixes,
 )
@@ -193,7 +194,7 @@ class LanguageModel:
             Library(ops, pdl),
             Fused(ops, pdl),
             Fused(ops, pdl, "streamed") if dtype == torch.bfloat16 and ops.streamed_available() else None,
-            Fused(ops, pdl, "tiled") if tiled else None,
+            Tiled(ops, pdl) if tiled else None,
         )
 
     def _layers(self, input_ids: Tensor, attend: Attend, by: Projections) -> Tensor:

@@ -73,12 +73,9 @@ class Invariant:
 
 
 class Fused:
-    """One kernel each, for up to `FUSED_ROWS` rows; in a chain of dependent launches where the device has them.
+    """One kernel each, for up to `FUSED_ROWS` rows; in a chain of dependent launches where the device has them."""
 
-    `tiled` is for gate and up alone.
-    """
-
-    def __init__(self, ops: ModuleType, pdl: bool, form: Literal["auto", "streamed", "tiled"] = "auto") -> None:
+    def __init__(self, ops: ModuleType, pdl: bool, form: Literal["auto", "streamed"] = "auto") -> None:
         self._ops, self._how = ops, {"pdl": pdl, "form": form}
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -91,6 +88,14 @@ class Fused:
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
         made: Tensor = self._ops.norm_gate_up(x, norm, eps, gate_up, **self._how)
+        return made
+
+
+class Tiled(Fused):
+    """`Fused`, with gate and up through tensor descriptors: those of up to `TILED_ROWS` rows."""
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
+        made: Tensor = self._ops.norm_gate_up(x, norm, eps, gate_up, **{**self._how, "form": "tiled"})
         return made
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from kernel_cases import Paged, decode, fused_case, relative_error
 
-from bucketgraph.kernels import ops, reference, skinny
+from bucketgraph.kernels import ops, reference, skinny, streamed, tiled
+from bucketgraph.llm import projections
 
 triton_ops = ops("cuda")
 FP16, FP32 = torch.float16, torch.float32
@@ -54,6 +55,13 @@ def test_norm_gate_up(rows, columns, width, dtype, nan_memory):
     out, ref = (m.norm_gate_up(x, gain, 1e-5, weight) for m in (triton_ops, reference))
     assert out.shape == (rows, columns)
     assert relative_error(out, ref) < TOLERANCE[dtype]
+
+
+def test_the_model_offers_each_form_the_rows_that_it_takes():
+    """The model knows the numbers without Triton."""
+    kernels = skinny.MAX_ROWS, skinny.WHOLE_ROWS, streamed.MAX_ROWS, tiled.MAX_ROWS
+    offered = projections.FUSED_ROWS, projections.WHOLE_ROWS, projections.STREAMED_ROWS, projections.TILED_ROWS
+    assert kernels == offered
 
 
 @pytest.mark.parametrize(("rows", "columns", "width"), [(5, 70, 200), (64, 33, 600), (65, 200, 96), (130, 140, 520)])

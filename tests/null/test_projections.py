@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from bucketgraph.kernels import reference
-from bucketgraph.llm.projections import Fused, Invariant, Library, Projection, Projections, Ways, mixes
+from bucketgraph.llm.projections import Fused, Invariant, Library, Projection, Projections, Tiled, Ways, mixes
 
 WAYS: dict[str, Projection] = {
     "library": Library(reference),
     "fused": Fused(reference, pdl=False),
+    "tiled": Tiled(reference, pdl=False),
     "invariant, prefill": Invariant(reference, "prefill"),
     "invariant, decode": Invariant(reference, "decode"),
 }

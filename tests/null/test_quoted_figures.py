@@ -81,6 +81,17 @@ def test_prefill() -> None:
         said(peer, [row["peers"]["transformers"]["wall_ms"]["p50"]])
 
 
+def test_rates_and_attention() -> None:
+    text, found = README.read_text(encoding="utf-8"), result("prefill_attention")
+    rates = found["rates"]
+    assert f"({rates['copy_tb_s']:.2f} TB/s, {rates['matmul_tflop_s']:.0f} TFLOP/s)" in text
+    kernels = {row["tokens"]: row["kernels"] for row in found["rows"] if row["tokens"] >= 512}
+    ours = {n: max(rows[f"ours, page {page}"]["tflop_s"] for page in (64, 128)) for n, rows in kernels.items()}
+    speeds = ", ".join(f"{speed:.0f}" for speed in ours.values())
+    ratios = ", ".join(f"{speed / kernels[n]['cuDNN']['tflop_s']:.2f}" for n, speed in ours.items())
+    assert f"{speeds} TFLOP/s at 512, 1,024, 2,048, 4,096, 8,192 tokens, {ratios} times cuDNN's rate" in text
+
+
 @pytest.mark.parametrize(
     ("page", "name"), [(README, "smollm2"), (ROOT / "docs" / "device-loop.md", "llama-3.2-1b")], ids=["readme", "loop"]
 )
