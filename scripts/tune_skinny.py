@@ -85,7 +85,7 @@ class Op:
         """What the model would run: by `skinny_tile`, and streamed where it is an alternative."""
         found = [skinny.skinny_tile(self.rows, self.columns, self.width, DTYPE, self.gated)]
         if 1 < self.rows <= streamed.MAX_ROWS and streamed.compiles():
-            found.append((*streamed.streamed_tile(self.rows, self.columns, self.width, self.gated), -1))
+            found.append((*streamed.streamed_tile(self.rows, self.weight_shape[0], self.width), -1))
         return found
 
     def call(self, x: Tensor, gain: Tensor, weight: Tensor, out: Tensor, tile: Tile | None, chain: bool) -> Tensor:
@@ -130,8 +130,8 @@ def candidates(op: Op) -> list[Tile]:
     if op.rows > 1:
         found += [t for t in DOT_TILES if op.columns >= 33 * t[0] and t[1] <= block_k]
     if 1 < op.rows <= streamed.MAX_ROWS and streamed.compiles():
-        for columns, slice_size, warps in itertools.product((16, 32, 64), (64, 128, 256, 512), (4, 8)):
-            a_thread = columns * slice_size * (1 + op.gated) // 64  # registers
+        for columns, slice_size, warps in itertools.product((16, 32, 64), (64, 128, 256, 512), (2, 4, 8)):
+            a_thread = columns * slice_size // 64  # registers
             if 32 <= a_thread <= 128 and slice_size * warps < 2 * op.width and op.columns >= 64 * columns:
                 found.append((columns, slice_size, warps, -1))
     return list(dict.fromkeys(found))

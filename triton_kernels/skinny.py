@@ -199,7 +199,7 @@ def _skinny(
 ) -> Tensor:
     (rows, width), columns = x.shape, y.shape[1]
     if tile is None and form == "streamed":
-        tile = *streamed.streamed_tile(rows, columns, width, gated), -1
+        tile = *streamed.streamed_tile(rows, weight.shape[0], width), -1
     block_n, block_k, warps, stages = tile or skinny_tile(rows, columns, width, x.dtype, gated)
     if stages < 0:
         checks.require(

@@ -3,7 +3,8 @@
 A warp's fragment of `mma.m16n8k16` asks for pairs along K; here each thread takes 8 neighbours at once (16 bytes), of
 the weights and of x alike, which is the same product in another order of K. So nothing is staged in shared memory, a
 program's first weights are all in flight before it waits for its predecessor, and 8 rows cost what one does. Warps
-split K and add up at the end. Written in Gluon, Triton's language of explicit layouts: it is marked experimental, so
+split K and add up at the end. Of gate and up a program takes the same eight rows each, which meet in a thread's
+registers. Written in Gluon, Triton's language of explicit layouts: it is marked experimental, so
 whoever calls asks `available` first, and it has no interpreter. bfloat16 alone: the norm's gain is applied before the
 matmul and its scale after it, which could overflow in float16. A row's bits do not depend on
 the others, nor on how many there are of up to 8, or of 9 to 16.
@@ -60,7 +61,7 @@ if gluon is not None:
         eps,
         N: gl.constexpr,
         K: gl.constexpr,
-        COLUMNS: gl.constexpr,  # weight rows of a program, a multiple of 16
+        COLUMNS: gl.constexpr,  # weight rows of a program, a multiple of 16; GATED: half of them of each matrix
         SLICE: gl.constexpr,  # of K: a warp's in one stretch
         WARPS: gl.constexpr,
         STRETCHES: gl.constexpr,
@@ -94,19 +95,18 @@ if gluon is not None:
         k_g = gl.arange(0, SLICE, layout=gl.SliceLayout(0, of_norm))
         k_g = gl.expand_dims(warp_g, 1) * SLICE + gl.expand_dims(k_g, 0)
 
-        first = gl.program_id(0) * COLUMNS
-        column = gl.minimum(first + gl.expand_dims(gl.expand_dims(col_w, 0), 2), N - 1)
+        OWN: gl.constexpr = COLUMNS // (1 + GATED)  # columns of y
+        first = gl.program_id(0) * OWN
+        col_w = gl.minimum(first + col_w % OWN, N - 1) + col_w // OWN * N
+        column = gl.expand_dims(gl.expand_dims(col_w, 0), 2)
         w_tile = weight + column.to(gl.int64) * K + k_w
         x_tile = x + row_x * K + k_x
         w = _stretch(w_tile, k_w, K, MASKED)
-        if GATED:
-            u = _stretch(w_tile + N * K, k_w, K, MASKED)
         if NORM:
             g = _stretch(norm + k_g, k_g, K, MASKED)
         _griddep("wait", PDL)
 
         acc = gl.zeros([WARPS, COLUMNS, ROWS], gl.float32, layout=mma)
-        up = gl.zeros([WARPS, COLUMNS, ROWS], gl.float32, layout=mma)
         squares = gl.zeros([WARPS, ROWS], gl.float32, layout=gl.SliceLayout(1, of_x))
         for stretch in gl.static_range(STRETCHES):
             at = stretch * STEP
@@ -117,8 +117,6 @@ if gluon is not None:
                 v = gl.load(x_tile + at, mask=row_x < rows, other=0.0)
             if stretch + 1 < STRETCHES:  # in flight while these are multiplied
                 w_next = _stretch(w_tile + ahead, k_w + ahead, K, MASKED)
-                if GATED:
-                    u_next = _stretch(w_tile + N * K + ahead, k_w + ahead, K, MASKED)
                 if NORM:
                     g_next = _stretch(norm + k_g + ahead, k_g + ahead, K, MASKED)
             if NORM:
@@ -126,27 +124,22 @@ if gluon is not None:
                 squares += gl.sum(wide * wide, 1)
                 v = (wide * gl.expand_dims(g.to(gl.float32), 2)).to(dtype)
             acc = mma_v2(w, v, acc)
-            if GATED:
-                up = mma_v2(u, v, up)
             if stretch + 1 < STRETCHES:
                 w = w_next
-                if GATED:
-                    u = u_next
                 if NORM:
                     g = g_next
 
-        result: gl.constexpr = gl.SliceLayout(0, mma)  # [COLUMNS, ROWS]
+        summed: gl.constexpr = gl.SliceLayout(0, mma)  # [COLUMNS, ROWS]
         out = gl.sum(acc, 0)
         if NORM:
             inverse = gl.rsqrt(gl.sum(squares, 0) / K + eps)
-            inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(0, result)), 0)
+            inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(0, summed)), 0)
             out = out * inverse
         if GATED:
-            other = gl.sum(up, 0)
-            if NORM:
-                other = other * inverse
-            out = _silu_times(out, other, dtype)
-        col = first + gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, result)), 1)
+            gate, up = gl.split(gl.permute(gl.reshape(out, [2, OWN, ROWS]), [1, 2, 0]))
+            out = _silu_times(gate, up, dtype)
+        result: gl.constexpr = out.type.layout  # [OWN, ROWS]
+        col = first + gl.expand_dims(gl.arange(0, OWN, layout=gl.SliceLayout(1, result)), 1)
         row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, result)), 0)
         if BIAS:
             out = out + gl.load(bias + col, mask=col < N, other=0.0).to(gl.float32)
@@ -169,17 +162,15 @@ def available() -> bool:
     return compiles() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
-def streamed_tile(rows: int, columns: int, width: int, gated: bool) -> tuple[int, int, int]:
+def streamed_tile(rows: int, weight_rows: int, width: int) -> tuple[int, int, int]:
     """(COLUMNS, SLICE, warps): what a program has in flight, 32 to 128 KiB of weights by how many programs there are.
 
     Fitted to `scripts/tune_skinny.py` on an H200 at 8 rows, Llama-3.2-1B and Llama-3.1-8B. A warp's registers hold 16
-    KiB of one matrix; half as much of two, or with 8 rows more. Of two, 16 KiB a warp reach 3.3 and 3.6 TB/s instead of
-    2.9 and 3.0, but spill, and the fused kernel has 3.2 and 3.8. More weight rows a program, which read x less often,
-    lost.
+    KiB, half as much with 8 rows more. More weight rows a program, which read x less often, lost.
     """
-    slice_size = 512 // (1 + 3 * gated) // (1 + (rows > 8))
-    a_warp = slice_size * COLUMNS * 2 * (1 + gated)
-    share = AT_ONCE // triton.cdiv(columns, COLUMNS)
+    slice_size = 512 // (1 + (rows > 8))
+    a_warp = slice_size * COLUMNS * 2
+    share = AT_ONCE // triton.cdiv(weight_rows, COLUMNS)
     warps = min(max(triton.next_power_of_2(share // a_warp + 1) // 2, 2**15 // a_warp), 8)
     while warps > 1 and slice_size * warps >= 2 * width:
         warps //= 2
@@ -200,10 +191,10 @@ def launch(
 ) -> Tensor:
     """The kernel on checked arguments, as `skinny.py` has them; `y [rows, N]`, rows to 16, bfloat16."""
     (rows, width), columns = x.shape, y.shape[1]
-    program, slice_size, warps = tile or streamed_tile(rows, columns, width, gated)
+    program, slice_size, warps = tile or streamed_tile(rows, weight.shape[0], width)
     chain.launch(
         _streamed,
-        (triton.cdiv(columns, program),),
+        (triton.cdiv(weight.shape[0], program),),
         x,
         weight if norm is None else norm,
         weight,
