@@ -5,6 +5,7 @@
 
 Each call starts on an idle GPU and ends when it returns, so nothing but the host's own work is timed. Variants: the
 contract of 300 tensors checked or not, outputs cloned or borrowed, inputs on the host or the device, exact or padded.
+Rows that are compared take turns, so that a noisy host slows all of them.
 The limit is the same work by hand: the copies into static memory and the graph's launch. Gates: every variant and peer
 returns the function's own bits, and calls of ours sync nothing.
 """
@@ -29,6 +30,8 @@ from bucketgraph.contract import Contract
 
 WATCHED = 300  # tensors: about what a model of 32 layers holds
 BATCH, WIDTH, PADDED = 64, 16, 50
+BY_HAND = "by hand"
+ROUNDS, WARM = 20, 10  # in which rows take turns; calls that are not counted in each
 Call = Callable[[], Tensor]
 
 
@@ -72,18 +75,20 @@ def sync(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def microseconds(call: Callable[[], object], device: torch.device, calls: int, warm: int = 50) -> Row:
-    """Time until the call returns, each time on an idle GPU."""
-    times = []
-    for turn in range(warm + calls):
-        sync(device)
-        began = time.perf_counter_ns()
-        result = call()
-        ended = time.perf_counter_ns()
-        del result  # while the clock stands still
-        if turn >= warm:
-            times.append((ended - began) / 1e3)
-    return bench.spread(times)
+def microseconds(calls: Mapping[str, Callable[[], object]], device: torch.device, count: int) -> dict[str, Row]:
+    """Time until each returns, always on an idle GPU; they take turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            for turn in range(WARM + -(-count // ROUNDS)):
+                sync(device)
+                began = time.perf_counter_ns()
+                result = call()
+                ended = time.perf_counter_ns()
+                del result  # while the clock stands still
+                if turn >= WARM:
+                    times[name].append((ended - began) / 1e3)
+    return {name: bench.spread(found) for name, found in times.items()}
 
 
 # -- who is timed ------------------------------------------------------------------------------------------------------
@@ -196,25 +201,29 @@ def measure(inputs: int, where: str, args: Namespace, gate: Gate) -> Row:
     device = torch.device(args.device)
     label = f"{inputs} inputs on the {where}"
     row: Row = {"inputs": inputs, "where": where, "ours": {}, "peers": {}}
-    least = by_hand(inputs, where, device)
-    green = gate.require(right(least, BATCH, inputs), f"{label}, by hand: the result differs from the function's")
-    row["limit_us"] = microseconds(least, device, args.calls)
-    for name, (manager, call) in variants(inputs, where, device).items():
-        rows = PADDED if "padded" in name else BATCH
-        green &= gate.require(right(call, rows, inputs), f"{label}, {name}: the result differs from the function's")
+    calls: dict[str, Call] = {BY_HAND: by_hand(inputs, where, device)}
+    wrong = "the result differs from the function's"
+    green = gate.require(right(calls[BY_HAND], BATCH, inputs), f"{label}, {BY_HAND}: {wrong}")
+    made = variants(inputs, where, device)
+    for name, (_, call) in made.items():
+        green &= gate.require(right(call, PADDED if "padded" in name else BATCH, inputs), f"{label}, {name}: {wrong}")
         seen = disturbances(call, device)
         green &= gate.require(not seen.any, f"{label}, {name}: {seen}")
-        row["ours"][name] = {"us": microseconds(call, device, args.calls), "syncs": seen.syncs}
-        manager.release()
+        row["ours"][name], calls[name] = {"syncs": seen.syncs}, call
     for name, make in peers(inputs, where, device, args.peers).items():
         try:
             call = make()
-            equal, times = right(call, BATCH, inputs), microseconds(call, device, args.calls)
+            green &= gate.require(right(call, BATCH, inputs), f"{label}, {name}: {wrong}")
         except Exception as problem:
             row["peers"][name] = {"failed": bench.failure(problem)}
             continue
-        green &= gate.require(equal, f"{label}, {name}: the result differs from the function's")
-        row["peers"][name] = {"us": times}
+        row["peers"][name], calls[name] = {}, call
+    times = microseconds(calls, device, args.calls)
+    row["limit_us"] = times.pop(BY_HAND)
+    for name, found in times.items():
+        row["ours" if name in made else "peers"][name]["us"] = found
+    for manager, _ in made.values():
+        manager.release()
     if green:
         judge(row)
     return row
@@ -235,10 +244,8 @@ def contracts(device: torch.device, calls: int) -> dict[str, Row]:
     held = state(device)
     module = torch.nn.Sequential(*(_Part(list(held.values())[i : i + 3]) for i in range(0, WATCHED, 3)))
     made = {"mapping": Contract(total, held), "module": Contract(module)}
-    return {
-        f"{name} of {len(contract)} tensors": microseconds(contract.check, device, calls)
-        for name, contract in made.items()
-    }
+    checks = {f"{name} of {len(contract)} tensors": contract.check for name, contract in made.items()}
+    return microseconds(checks, device, calls)
 
 
 class _Part(torch.nn.Module):
