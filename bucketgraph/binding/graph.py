@@ -182,7 +182,7 @@ class MovableGraph(CudaGraph):
         """One capture with some tensors at other places: the graph, which is kept, and what the function returned."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._pool = self._family.pool()
-        with recording(graph, self._family.stream, self._pool):
+        with recording(graph, self._pool):
             raw = self._run(at)
         return graph, raw
 

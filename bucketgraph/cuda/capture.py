@@ -20,7 +20,7 @@ from bucketgraph.cuda.graph import Graph
 
 
 def keep(fn: Callable[[], object], stream: torch.cuda.Stream, pool: Any = None) -> Graph:
-    """Capture a function that was warmed up on this stream; the graph is instantiated, its results are dropped."""
+    """Capture a function that was warmed up; the graph is instantiated, its results are dropped."""
     captured = _capture(fn, stream, pool or torch.cuda.graph_pool_handle())
     captured.instantiate()
     return Graph.of(captured)

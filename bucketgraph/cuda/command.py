@@ -126,6 +126,6 @@ def captured(manager: BucketManager, bucket: Bucket) -> tuple[Graph, dict[str, T
     with torch.cuda.device(manager.device), manager.family.turn(), manager.around_step():
         sizes = selfcheck.inner_sizes(manager, bucket)
         served.inputs.fill(manager.example(sizes, selfcheck.generator(bucket)))
-        graph = capture.keep(lambda: served.fn(**served.inputs.views), manager.family.stream)
+        graph = capture.keep(lambda: served.fn(**served.inputs.views), torch.cuda.Stream(manager.device))
     contract = manager.bind()
     return graph, {**(contract.tensors if contract is not None else {}), **served.inputs.views}

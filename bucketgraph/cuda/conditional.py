@@ -97,7 +97,7 @@ class While:
     """`step` captured in a family's pool, and what launches it in a loop.
 
     Args:
-        step: a function that was warmed up on the family's stream; it allocates and computes, and syncs nothing. It
+        step: a function that was warmed up; it allocates and computes, and syncs nothing. It
             writes `signals.state`.
         programmatic: False makes edges of programmatic dependent launch ordinary ones.
 
@@ -123,7 +123,7 @@ class While:
         with torch.cuda.device(family.device):
             torch.cuda.synchronize(family.device)
             self._pool = family.pool()
-            with recording(self._graph, family.stream, self._pool):
+            with recording(self._graph, self._pool):
                 self._kept = step()  # what it returned lies in the pool, and is written by each step
             try:
                 self._built = built = self._assemble(programmatic)

@@ -4,7 +4,7 @@
                      CPU time of launching the graph)
     less is what plain launches wait for; one that overlaps the kernel ahead (a programmatic dependent) saves nothing
     gain       = eager time / graph time
-    break-even = (run on the capture stream + capture) / time saved in a call
+    break-even = (a run + capture) / time saved in a call
 
 Rules: pure; all times of a workload were taken without the profiler, but where the call synchronises: then the profiled
 kernels' durations stand in. What is not measured on this device is typical of an H200, and `measured` says so.

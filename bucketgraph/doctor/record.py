@@ -39,7 +39,7 @@ class CaptureResult:
 
     graph_ms: float | None = None  # a replay, many in a row
     capture_ms: float | None = None  # recording and instantiating
-    warm_ms: float | None = None  # the run on the capture stream before it
+    warm_ms: float | None = None  # the run before it
     mib: float | None = None
     error: str | None = None
     place: Place | None = None  # the user's line that the error came from

@@ -1,6 +1,6 @@
 """A CUDA graph per bucket: recorded once, replayed with one launch.
 
-Recorded on the family's stream into the family's pool, with the garbage collector off: a graph or a compiled kernel
+Recorded on the pool's stream into the family's pool, with the garbage collector off: a graph or a compiled kernel
 that dies during capture ends it, so warm-up collects garbage beforehand. Capture is thread-local, so that errors of
 other threads cannot end it. Whatever happens, nothing stays capturing: a failed capture is ended and its graph dropped.
 """
@@ -34,18 +34,14 @@ class CudaGraph:
         self._outputs: Any = None
 
     def warm(self) -> None:
-        """Run on the capture stream, so that workspaces, JIT compiles and module loads belong to it already."""
-        stream = self._family.stream
-        stream.wait_stream(torch.cuda.current_stream(self._family.device))
-        with torch.cuda.stream(stream):
-            self._fn(**self._inputs)
-        torch.cuda.current_stream(self._family.device).wait_stream(stream)
+        """Run it, so that handles, JIT compiles and module loads are there; not on the capture stream (`pool.py`)."""
+        self._fn(**self._inputs)
 
     def capture(self) -> None:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._family.device)
         self._pool = self._family.pool()
-        with recording(graph, self._family.stream, self._pool):
+        with recording(graph, self._pool):
             outputs = self._fn(**self._inputs)
         self._graph, self._outputs = graph, outputs
 
@@ -69,12 +65,12 @@ class CudaGraph:
 
 
 @contextmanager
-def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Pool) -> Iterator[None]:
+def recording(graph: torch.cuda.CUDAGraph, pool: Pool) -> Iterator[None]:
     """Capture what runs inside into `graph`, by the rules of this file."""
     collects = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(pool.stream):
             try:
                 graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
                 yield

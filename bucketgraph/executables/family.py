@@ -1,4 +1,4 @@
-"""What executables that share a graph pool have in common: device, pool, capture stream, and the order of replays.
+"""What executables that share a graph pool have in common: device, pool, and the order of replays.
 
 Graphs of one pool may reuse each other's memory, so two of them must never run at once. A host lock orders the calls,
 and an event orders the GPU: the next replay waits until the last one's outputs were read, whatever stream it runs on.
@@ -72,7 +72,6 @@ class Family:
         self._stream = CurrentStream(device)
         if device.type == "cuda":
             with torch.cuda.device(device):
-                self.stream = torch.cuda.Stream(device)
                 self._read = event()
             self._pool = Pool(device)
 

@@ -1,4 +1,10 @@
-"""A pool of torch's allocator and the graphs in it: whose memory it is, and what a failed capture leaves behind.
+"""A pool of torch's allocator, its stream and its graphs: whose memory it is, and what a failed capture leaves behind.
+
+torch keeps the workspaces of cuBLAS by stream, and a graph keeps their addresses. Those that eager work on the stream
+made are freed under its graphs by whoever clears torch's workspaces: `torch.compile` with graphs of its own does, and
+in some releases the end of any graph does for its stream (pytorch/pytorch#193402). So a pool has a stream on which
+nothing runs but its captures: the first that needs a workspace allocates it in the pool, which lives as long as a graph
+in it. Where the end of a graph clears nothing, that workspace stays allocated after the pool's end.
 
 A pool's handle serves as long as a graph lives in it and no longer: torch refuses one that was emptied. Nor does it
 serve after a capture that CUDA itself ended. Torch up to 2.13 then skips parts of its own clean-up: allocators believe
@@ -7,11 +13,14 @@ that the capture goes on, so may a random generator, and one user of the pool is
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from contextlib import suppress
+from functools import cached_property
 
 import torch
 
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: work on the default stream is no part of a capture
 _WRECKS: list[torch.cuda.CUDAGraph] = []  # captures that CUDA ended: kept, since allocators may still point at them
 
 
@@ -20,7 +29,7 @@ class Pool:
 
     def __init__(self, device: torch.device) -> None:
         self.handle = torch.cuda.graph_pool_handle()
-        self._index = device.index or 0
+        self._device, self._index = device, device.index or 0
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._used = False
         self._broken = 0  # captures that CUDA ended, and that may still count as users of the pool
@@ -28,6 +37,20 @@ class Pool:
     @property
     def usable(self) -> bool:
         return not self._broken and (not self._used or len(self._graphs) > 0)
+
+    @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """For captures alone: not one of torch's, which are dealt out again; never destroyed, or its handle could return.
+
+        Raises RuntimeError if CUDA makes no stream.
+        """
+        torch.cuda.synchronize(self._device)  # there is a context now
+        handle = ctypes.c_void_p()
+        with torch.cuda.device(self._device):
+            code = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
+        if code:
+            raise RuntimeError(f"cuStreamCreate failed with CUresult {code}")
+        return torch.cuda.ExternalStream(handle.value, device=self._device)
 
     def add(self, graph: torch.cuda.CUDAGraph) -> None:
         """A capture succeeded."""

@@ -350,6 +350,37 @@ def test_a_lazy_set_captures_on_its_first_call() -> None:
     manager.release()
 
 
+@torch.no_grad()
+def test_clearing_the_workspaces_of_cublas_takes_nothing_from_a_graph() -> None:
+    """`torch.compile` with graphs of its own does that, and the end of a graph on the same stream may."""
+    wide = nn.Linear(8192, 2048, device=CUDA, dtype=torch.bfloat16)  # K is shared out: partial sums go to the workspace
+    biasless = nn.Linear(8192, 512, bias=False, device=CUDA, dtype=torch.bfloat16)
+    made: dict[str, Any] = {
+        "version": 1,
+        "name": "workspace",
+        "executable": "cudagraph",
+        "axes": {"batch": [8, 64]},
+        "inputs": {"x": {"shape": ["batch", 8192], "dtype": "bfloat16"}},
+        "outputs": {"y": {"shape": ["batch", 2048]}, "z": {"shape": ["batch", 512]}},
+    }
+    with BucketManager(lambda x: {"y": wide(x), "z": biasless(x)}, parse(made), device=CUDA) as manager:
+        assert manager.warmup().ok
+        given = [{"x": torch.randn(batch, 8192, device=CUDA, dtype=torch.bfloat16)} for batch in (8, 64)]
+        before = [manager(**one) for one in given]
+        gc.collect()
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+        taken = [torch.full((1 << 20,), 7, dtype=torch.uint8, device=CUDA) for _ in range(512)]  # what was freed
+        for one, want in zip(given, before, strict=True):
+            got = manager(**one)
+            assert torch.equal(got["y"], want["y"]) and torch.equal(got["z"], want["z"])
+        assert all((part == 7).all() for part in taken)
+        del taken
+        torch.cuda.empty_cache()  # and given back to CUDA
+        for one, want in zip(given, before, strict=True):
+            assert torch.equal(manager(**one)["y"], want["y"])
+
+
 def test_a_budget_leaves_out_the_graphs_that_would_exceed_it() -> None:
     def hungry(x: Tensor, k: Tensor) -> dict[str, Tensor]:
         return {"y": x.repeat(1, 1 << 15)[:, :WIDTH] * 2 + 1, "k": k * 2}  # 64 MiB at eight rows, 8 MiB at one
