@@ -352,7 +352,9 @@ class Gate:
 
 
 def failure(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    said = " ".join(str(error).split())
+    said = said if len(said) <= 500 else f"{said[:150]} ... {said[-350:]}"  # what happened in a child comes last
+    return f"{type(error).__name__}: {said}"
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
