@@ -40,7 +40,7 @@ class Pool:
 
     @cached_property
     def stream(self) -> torch.cuda.Stream:
-        """For captures alone: not one of torch's, which it deals out again; never destroyed, or its handle could return.
+        """For captures alone. Not one of torch's, which serve many; never destroyed, or its handle could return.
 
         Raises RuntimeError if CUDA makes no stream.
         """
