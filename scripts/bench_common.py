@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu_clock import gpu_clock
 from torch import Tensor
 
 import bucketgraph
@@ -100,6 +101,13 @@ def milliseconds(
         run()
     once = max(_elapsed(run, device, 1)[0], 1e-3)
     return _elapsed(run, device, max(5, min(repeats, int(1e3 * seconds / once))))
+
+
+def timed(run: Run, device: torch.device, repeats: int = 100, warm: int = 3, seconds: float = 1.0) -> dict[str, float]:
+    """The spread of `milliseconds`, and the clock meanwhile where it is known."""
+    clock, began = gpu_clock(device), time.time()
+    times = milliseconds(run, device, repeats, warm, seconds)
+    return {**spread(times), **(clock.during(began, time.time()) if clock is not None else {})}
 
 
 def _elapsed(run: Run, device: torch.device, count: int) -> list[float]:

@@ -49,7 +49,7 @@ def ours(llm: LLM, requests: list[Request], repeats: int) -> Row:
     captured = bench.captured_of(manager, batch=len(requests))
     with manager.family.turn():
         captured.inputs.fill(runner.decode_arrays(requests))
-        gpu = bench.milliseconds(captured.executable.replay, llm.device, repeats, warm=10)
+        gpu = bench.timed(captured.executable.replay, llm.device, repeats, warm=10)
     for turn in range(repeats + 10):
         began = time.perf_counter()
         tokens, _ = runner.decode(requests)
@@ -62,7 +62,7 @@ def ours(llm: LLM, requests: list[Request], repeats: int) -> Row:
     for request, token in zip(requests, first, strict=True):
         request.tokens[-1] = token
     chosen = {"variant": captured.variant, "variants_ms": captured.tried}
-    return {"executable": captured.serves, **chosen, "gpu_ms": bench.spread(gpu), "wall_ms": bench.spread(times)}
+    return {"executable": captured.serves, **chosen, "gpu_ms": gpu, "wall_ms": bench.spread(times)}
 
 
 def first_step(llm: LLM, requests: list[Request]) -> tuple[bool, Tensor]:

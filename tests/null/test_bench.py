@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from datetime import datetime
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,6 +21,14 @@ from null.loop_double import installed
 
 from bucketgraph.llm import presets
 from bucketgraph.llm.weights import random_weights
+
+SMI = """#!/bin/sh
+echo "2026/01/02 10:00:00.000, 1980, 0x0000000000000000"
+echo "2026/01/02 10:00:01.000, 1500, 0x0000000000000004"
+echo "2026/01/02 10:00:01.050, 1400, 0x0000000000000005"
+echo "2026/01"
+echo "2026/01/02 10:00:02.000, 1900, 0x0000000000000001"
+"""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -428,3 +438,21 @@ def test_busy_cores_are_idle_afterwards(bench: ModuleType, monkeypatch: pytest.M
     with bench.busy_cpu():
         assert [process.poll() for process in started] == [None]
     assert all(process.poll() is not None for process in started)
+
+
+def test_the_clock_of_a_gpu_is_that_of_the_time_asked_for(
+    scripts: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(SMI)
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    module = scripts("gpu_clock")
+    assert module.gpu_clock(torch.device("cpu")) is None
+    clock = module.GpuClock("GPU-0")
+    clock._reader.join()  # the program ended
+    start = datetime(2026, 1, 2, 10).timestamp()
+    assert clock.during(start, start + 0.5) == {"sm_mhz": 1980, "power_capped": 0.0}
+    assert clock.during(start + 0.5, start + 1.5) == {"sm_mhz": 1450, "power_capped": 1.0}
+    assert clock.during(start, start + 2) == {"sm_mhz": 1700, "power_capped": 0.5}
+    assert clock.during(start + 3, start + 4) == {}, "nobody waits for a program that ended"
