@@ -23,7 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -105,9 +105,10 @@ def milliseconds(
 
 def timed(run: Run, device: torch.device, repeats: int = 100, warm: int = 3, seconds: float = 1.0) -> dict[str, float]:
     """The spread of `milliseconds`, and the clock meanwhile where it is known."""
-    clock, began = gpu_clock(device), time.time()
-    times = milliseconds(run, device, repeats, warm, seconds)
-    return {**spread(times), **(clock.during(began, time.time()) if clock is not None else {})}
+    clock = gpu_clock(device)
+    with clock.meanwhile() if clock is not None else nullcontext({}) as known:
+        times = milliseconds(run, device, repeats, warm, seconds)
+    return {**spread(times), **known}
 
 
 def _elapsed(run: Run, device: torch.device, count: int) -> list[float]:

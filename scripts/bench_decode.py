@@ -18,7 +18,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import bench_common as bench
@@ -26,7 +26,7 @@ import torch
 from bench_common import Gate, Rates, Row
 from torch import Tensor
 
-from bucketgraph import LLM, SamplingParams, kernels
+from bucketgraph import LLM, SamplingParams
 from bucketgraph.llm.model_config import ModelConfig
 from bucketgraph.llm.presets import preset, shrink
 from bucketgraph.llm.projections import Library, Projections
@@ -127,61 +127,23 @@ def _loop(model: Any, forward: Callable[..., Any], cache: dict[str, Any], token:
 
 
 @functools.cache
-def opaque(device: str) -> SimpleNamespace:
+def opaque(ops: ModuleType) -> SimpleNamespace:
     """The ops of a decode step as custom ops: torch.compile cannot take kernels with launch rules of their own."""
-    ops = kernels.ops(device)
 
-    @torch.library.custom_op("bucketgraph_bench::rms_norm", mutates_args=())
-    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return ops.rms_norm(x, weight, eps)  # type: ignore[no-any-return]
+    def op(name: str, shape: Callable[..., Tensor], mutates: Sequence[str] = ()) -> Any:
+        made = torch.library.custom_op(f"bucketgraph_bench::{name}", getattr(ops, name), mutates_args=mutates)
+        made.register_fake(shape)
+        return made
 
-    @torch.library.custom_op("bucketgraph_bench::swiglu", mutates_args=())
-    def swiglu(gate_up: Tensor) -> Tensor:
-        return ops.swiglu(gate_up)  # type: ignore[no-any-return]
-
-    @torch.library.custom_op("bucketgraph_bench::attention", mutates_args=("k_cache", "v_cache", "counters"))
-    def attention(
-        qkv: Tensor,
-        positions: Tensor,
-        cos_sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        block_tables: Tensor,
-        kv_lens: Tensor,
-        num_heads: int,
-        scale: float,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        counters: Tensor,
-    ) -> Tensor:
-        caches = k_cache, v_cache, slot_mapping, block_tables, kv_lens
-        norms = q_norm, k_norm, eps
-        return ops.decode_attention(  # type: ignore[no-any-return]
-            qkv, positions, cos_sin, *caches, num_heads, scale, *norms, counters=counters
-        )
-
-    @torch.library.custom_op("bucketgraph_bench::sample", mutates_args=())
-    def sample(logits: Tensor, heat: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        return ops.sample(logits, heat, top_k, top_p, seeds, positions)  # type: ignore[no-any-return]
-
-    rms_norm.register_fake(lambda x, weight, eps: torch.empty_like(x))
-    swiglu.register_fake(lambda gate_up: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2))
-    sample.register_fake(lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.int64))
-
-    @attention.register_fake
-    def _(qkv: Tensor, positions: Tensor, cos_sin: Tensor, k_cache: Tensor, *rest: Any) -> Tensor:
-        return qkv.new_empty(qkv.shape[0], rest[4] * k_cache.shape[3])
-
-    def decode_attention(*args: Any, counters: Tensor, split_size: int, pdl: bool) -> Tensor:
-        return attention(*args, counters)  # type: ignore[no-any-return]
+    def attended(qkv: Tensor, *others: Any, **_: Any) -> Tensor:
+        k_cache, num_heads = others[2], others[7]
+        return qkv.new_empty(len(qkv), num_heads * k_cache.shape[-1])
 
     return SimpleNamespace(
-        rms_norm=lambda x, weight, eps, **_: rms_norm(x, weight, eps),
-        swiglu=lambda gate_up, **_: swiglu(gate_up),
-        decode_attention=decode_attention,
-        sample=lambda *args, **_: sample(*args),
+        rms_norm=op("rms_norm", lambda x, *_, **how: torch.empty_like(x)),
+        swiglu=op("swiglu", lambda gate_up, **how: gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)),
+        decode_attention=op("decode_attention", attended, ("k_cache", "v_cache", "counters")),
+        sample=op("sample", lambda logits, *_, **how: logits.new_empty(len(logits), dtype=torch.int64)),
     )
 
 
@@ -189,7 +151,7 @@ def own_compiled(llm: LLM, requests: list[Request]) -> Step:
     """Our model's decode function under torch.compile, which captures its own graph of it."""
     torch._dynamo.reset()
     model = copy.copy(llm._runner.model)
-    model._ops = opaque(llm.device.type)  # type: ignore[assignment]
+    model._ops, model._pdl = opaque(model._ops), False  # type: ignore[assignment]
     by = Projections.all(Library(model._ops))
     # Or they would be copied into each replay, as inputs are.
     for tensor in (*model.weights.tensors().values(), model.cache.data, model._cos_sin):

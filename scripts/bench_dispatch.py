@@ -5,9 +5,9 @@
 
 Each call starts on an idle GPU and ends when it returns, so nothing but the host's own work is timed. Variants: the
 contract of 300 tensors checked or not, outputs cloned or borrowed, inputs on the host or the device, exact or padded.
-Rows that are compared take turns, so that a noisy host slows all of them.
-The limit is the same work by hand: the copies into static memory and the graph's launch. Gates: every variant and peer
-returns the function's own bits, and calls of ours sync nothing.
+Rows that are compared take turns, so that a noisy host slows all of them. The limit is the same work by hand: the
+copies into static memory and the graph's launch. Gates: every variant and peer returns the function's own bits, and
+calls of ours sync nothing.
 """
 
 from __future__ import annotations

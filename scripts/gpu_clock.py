@@ -9,23 +9,26 @@ from __future__ import annotations
 import atexit
 import functools
 import shutil
+import signal
 import statistics
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 
 import torch
 
 _EVERY_MS = 50
 _POWER_CAP = 0x4  # nvmlClocksEventReasonSwPowerCap
-_LATE_S = 0.5  # a sample is here by then
+_START_S, _LATE_S = 3.0, 0.5  # the first sample is here by then, and a later one
 _QUERY = "timestamp,clocks.sm,clocks_event_reasons.active"
 _STAMP = "%Y/%m/%d %H:%M:%S.%f"  # local time
 
 
 class GpuClock:
-    """Samples from now on. `device`: an NVIDIA GPU's UUID."""
+    """Samples while it is asked to: its looks at the driver could disturb the host. `device`: an NVIDIA GPU's UUID."""
 
     def __init__(self, device: str) -> None:
         self._samples: list[tuple[float, int, bool]] = []  # when, MHz, whether the power limit held it down
@@ -36,6 +39,36 @@ class GpuClock:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         atexit.register(self._process.kill)
+        self._wait(0.0, _START_S)
+
+    @contextmanager
+    def meanwhile(self) -> Iterator[dict[str, float]]:
+        """What `between` knows of the time inside, once that is over."""
+        found: dict[str, float] = {}
+        self._process.send_signal(signal.SIGCONT)
+        began = time.time()
+        try:
+            yield found
+            found |= self.between(began, time.time())
+        finally:
+            self._process.send_signal(signal.SIGSTOP)
+
+    def between(self, began: float, ended: float) -> dict[str, float]:
+        """Median MHz of the SMs and the share of samples under the power limit; empty if none fell between."""
+        self._wait(ended, _LATE_S)
+        found = [(mhz, capped) for when, mhz, capped in list(self._samples) if began <= when <= ended]
+        if not found:
+            return {}
+        capped = statistics.fmean(capped for _, capped in found)
+        return {"sm_mhz": statistics.median(mhz for mhz, _ in found), "power_capped": round(capped, 2)}
+
+    def _wait(self, moment: float, seconds: float) -> None:
+        """For a sample of that moment or later, so long at most; a program that ended sends none."""
+        until = time.time() + seconds
+        while time.time() < until and self._reader.is_alive():
+            if self._samples and self._samples[-1][0] >= moment:
+                return
+            time.sleep(0.01)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -46,19 +79,6 @@ class GpuClock:
             except ValueError:  # a driver that does not say, or a line that was cut off
                 continue
             self._samples.append(sample)
-
-    def during(self, began: float, ended: float) -> dict[str, float]:
-        """Median MHz of the SMs and the share of samples under the power limit; empty if none fell between."""
-        until = time.time() + _LATE_S
-        while time.time() < until and self._reader.is_alive():
-            if self._samples and self._samples[-1][0] >= ended:
-                break
-            time.sleep(0.01)
-        found = [(mhz, capped) for when, mhz, capped in list(self._samples) if began <= when <= ended]
-        if not found:
-            return {}
-        capped = statistics.fmean(capped for _, capped in found)
-        return {"sm_mhz": statistics.median(mhz for mhz, _ in found), "power_capped": round(capped, 2)}
 
 
 @functools.cache

@@ -4,10 +4,10 @@ A warp's fragment of `mma.m16n8k16` asks for pairs along K; here each thread tak
 the weights and of x alike, which is the same product in another order of K. So nothing is staged in shared memory, a
 program's first weights are all in flight before it waits for its predecessor, and 8 rows cost what one does. Warps
 split K and add up at the end. Of gate and up a program takes the same eight rows each, which meet in a thread's
-registers. Written in Gluon, Triton's language of explicit layouts: it is marked experimental, so
-whoever calls asks `available` first, and it has no interpreter. bfloat16 alone: the norm's gain is applied before the
-matmul and its scale after it, which could overflow in float16. A row's bits do not depend on
-the others, nor on how many there are of up to 8, or of 9 to 16.
+registers. Written in Gluon, Triton's language of explicit layouts: it is marked experimental, so whoever calls asks
+`available` first, and it has no interpreter. bfloat16 alone: the norm's gain is applied before the matmul and its scale
+after it, which could overflow in float16. A row's bits do not depend on the others, nor on how many there are of up to
+8, or of 9 to 16.
 """
 
 from __future__ import annotations

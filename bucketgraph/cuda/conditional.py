@@ -97,8 +97,7 @@ class While:
     """`step` captured in a family's pool, and what launches it in a loop.
 
     Args:
-        step: a function that was warmed up; it allocates and computes, and syncs nothing. It
-            writes `signals.state`.
+        step: a function that was warmed up; it allocates and computes, syncs nothing, and writes `signals.state`.
         programmatic: False makes edges of programmatic dependent launch ordinary ones.
 
     Raises:

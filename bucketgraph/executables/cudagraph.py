@@ -1,7 +1,7 @@
 """A CUDA graph per bucket: recorded once, replayed with one launch.
 
-Recorded on the pool's stream into the family's pool, with the garbage collector off: a graph or a compiled kernel
-that dies during capture ends it, so warm-up collects garbage beforehand. Capture is thread-local, so that errors of
+Recorded on its pool's stream, with the garbage collector off: a graph or a compiled kernel that dies during capture
+ends it, so warm-up collects garbage beforehand. Capture is thread-local, so that errors of
 other threads cannot end it. Whatever happens, nothing stays capturing: a failed capture is ended and its graph dropped.
 """
 

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import datetime
@@ -452,7 +453,31 @@ def test_the_clock_of_a_gpu_is_that_of_the_time_asked_for(
     clock = module.GpuClock("GPU-0")
     clock._reader.join()  # the program ended
     start = datetime(2026, 1, 2, 10).timestamp()
-    assert clock.during(start, start + 0.5) == {"sm_mhz": 1980, "power_capped": 0.0}
-    assert clock.during(start + 0.5, start + 1.5) == {"sm_mhz": 1450, "power_capped": 1.0}
-    assert clock.during(start, start + 2) == {"sm_mhz": 1700, "power_capped": 0.5}
-    assert clock.during(start + 3, start + 4) == {}, "nobody waits for a program that ended"
+    assert clock.between(start, start + 0.5) == {"sm_mhz": 1980, "power_capped": 0.0}
+    assert clock.between(start + 0.5, start + 1.5) == {"sm_mhz": 1450, "power_capped": 1.0}
+    assert clock.between(start, start + 2) == {"sm_mhz": 1700, "power_capped": 0.5}
+    assert clock.between(start + 3, start + 4) == {}, "nobody waits for a program that ended"
+    with clock.meanwhile() as known:
+        pass
+    assert known == {}
+
+
+def test_the_clock_is_asked_for_inside_alone(
+    scripts: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text('#!/bin/sh\nwhile sleep 0.01; do echo "$(date "+%Y/%m/%d %H:%M:%S.%3N"), 1980, 0x0"; done\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    clock = scripts("gpu_clock").GpuClock("GPU-0")
+    try:
+        with clock.meanwhile() as known:
+            entered = time.time()
+            while clock._samples[-1][0] < entered:
+                time.sleep(0.01)
+        assert known == {"sm_mhz": 1980, "power_capped": 0.0}
+        stat = Path(f"/proc/{clock._process.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":  # it is stopped
+            time.sleep(0.01)
+    finally:
+        clock._process.kill()
