@@ -36,7 +36,7 @@ from torch import Tensor
 
 import bucketgraph
 from bucketgraph import LLM, BucketManager, kernels
-from bucketgraph.config import BucketSet, parse
+from bucketgraph.config import BucketSet, KVCacheSpec, parse
 from bucketgraph.llm.kv_cache import PagedKVCache
 from bucketgraph.llm.model_config import ModelConfig
 from bucketgraph.llm.presets import shrink
@@ -48,6 +48,7 @@ from bucketgraph.manager import Captured
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 NUMERICS = ("fast", "invariant")
+PAGE_SIZE = KVCacheSpec().page_size  # a service's, unless its bucket set says otherwise
 FLOAT32_TOLERANCE = 1e-4  # of the largest logit, absolute where that is below 1
 PEER_TOLERANCE = 0.1  # bfloat16 logits of two implementations: their difference over ours, root mean squares
 Run = Callable[[], object]
@@ -444,7 +445,7 @@ def serve(
     tokens: Sequence[int],
     batches: Sequence[int],
     max_model_len: int,
-    page_size: int = 16,
+    page_size: int = PAGE_SIZE,
     live: int = 0,
     loop: LoopKind = "host",
 ) -> LLM:
@@ -659,10 +660,22 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def save(name: str, result: dict[str, Any], out: str | None) -> Path:
-    """Write a result as JSON, into `benchmarks/results/` or the folder given."""
-    folder = Path(out) if out else RESULTS
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The options a result was measured with, peers and device too; of a path its last name."""
+    return {name: _plain(value) for name, value in vars(args).items() if name not in ("out", "plot")}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path) or (isinstance(value, str) and Path(value).is_absolute()):
+        return Path(value).name
+    return value
+
+
+def save(name: str, result: dict[str, Any], args: argparse.Namespace) -> Path:
+    """Write a result and the options it was measured with as JSON, into `benchmarks/results/` or the folder given."""
+    folder = Path(args.out) if args.out else RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(), **result}, indent=2) + "\n", encoding="utf-8")
+    whole = {"environment": environment(), "arguments": settings(args), **result}
+    path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
     return path

@@ -363,7 +363,7 @@ def arguments(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--sampling", type=bench.names, default="greedy,top-p")
     parser.add_argument("--what", type=bench.names, default="step", help="step, matmul")
     parser.add_argument("--max-model-len", type=int, default=8192, help="of the block tables, as a service has them")
-    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--page-size", type=int, default=bench.PAGE_SIZE)
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--compiled-batches", type=bench.numbers, default="1", help="at which --peers all compiles")
     parser.add_argument("--plot", help="a PNG file; needs matplotlib")
@@ -388,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
 
         def keep(rows: list[Row], name: str = shape, result: Row = result) -> None:
-            bench.save(f"decode_{name}", {**result, "rows": rows, "red": gate.red}, args.out)
+            bench.save(f"decode_{name}", {**result, "rows": rows, "red": gate.red}, args)
             all_rows[:] = [row for row in all_rows if row["shape"] != name] + rows
 
         print(f"{shape}: {result['limit_formula']}", flush=True)

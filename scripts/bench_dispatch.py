@@ -295,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": rows,
         "red": gate.red,
     }
-    path = bench.save("dispatch", result, args.out)
+    path = bench.save("dispatch", result, args)
     show(rows, checks)
     print(f"limit: {result['limit_formula']}; written to {path}")
     return gate.conclude()

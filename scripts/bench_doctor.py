@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
         "red": gate.red,
         "rows": found,
     }
-    print(f"written to {bench.save('doctor', result, args.out)}")
+    print(f"written to {bench.save('doctor', result, args)}")
     return gate.conclude()
 
 

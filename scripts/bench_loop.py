@@ -295,7 +295,7 @@ def main(argv: list[str] | None = None) -> int:
         "red": gate.red,
         "rows": found,
     }
-    print(f"written to {bench.save('device_loop', result, args.out)}")
+    print(f"written to {bench.save('device_loop', result, args)}")
     return gate.conclude()
 
 

@@ -43,7 +43,7 @@ from bucketgraph.planner.costs import CostCurve
 from bucketgraph.planner.document import Target
 from bucketgraph.planner.traces import Trace
 
-ALIGN, PAGE = 16, 64
+ALIGN = 16
 SLOTS = packing.SLOTS
 TURN = 250  # launches of one set in a row
 WANTED = 1.15  # how much faster planned buckets must be than powers of two
@@ -139,7 +139,7 @@ def verdict(rows: Sequence[Row]) -> Row:
 def place(args: Namespace, longest: int) -> Target:
     """A set of the shape whose prefill sizes are to be filled in. Decode is not asked for, and so not captured."""
     context = max(args.largest, longest)
-    pages = SLOTS * -(-context // PAGE) + 65
+    pages = SLOTS * -(-context // bench.PAGE_SIZE) + 65
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
     data = {
         "version": 1,
@@ -148,7 +148,10 @@ def place(args: Namespace, longest: int) -> Target:
             "prefill": {"axes": {"tokens": [args.largest], "requests": [SLOTS]}},
             "decode": {"executable": "eager", "axes": {"batch": [SLOTS]}},
         },
-        "kv_cache": {"page_size": PAGE, "memory": pages * PagedKVCache.page_bytes(preset(args.shape), PAGE, dtype)},
+        "kv_cache": {
+            "page_size": bench.PAGE_SIZE,
+            "memory": pages * PagedKVCache.page_bytes(preset(args.shape), bench.PAGE_SIZE, dtype),
+        },
         "max_model_len": context,
     }
     return Target(data, "planner", "prefill", ("tokens",))
@@ -344,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def keep(**more: Any) -> None:
         result.update(more, seconds=round(time.perf_counter() - began, 1))
-        bench.save("planner_h200", {**result, "rows": rows, "red": gate.red}, args.out)
+        bench.save("planner_h200", {**result, "rows": rows, "red": gate.red}, args)
 
     curve, points = calibrate.calibrate(at, demand.limited(single, args.largest, "pieces"), [ALIGN], args)
     shared = {size: row["ms"] for (size,), row in points.items()}

@@ -329,7 +329,7 @@ def arguments(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--pages", type=bench.numbers, default="16,64,128", help="page sizes of the attention rows")
-    parser.add_argument("--page-size", type=int, default=16, help="of the model rows")
+    parser.add_argument("--page-size", type=int, default=bench.PAGE_SIZE, help="of the model rows")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--plot", help="a PNG file; needs matplotlib")
     return parser.parse_args(argv)
@@ -347,7 +347,7 @@ def run_attention(rates: Rates, args: Namespace, gate: Gate) -> list[Row]:
     for tokens in args.tokens:
         with gate.guard(f"attention, {tokens} tokens"):
             rows.append(measure_attention(tokens, rates, args, gate))
-            bench.save("prefill_attention", {**result, "rows": rows, "red": gate.red}, args.out)
+            bench.save("prefill_attention", {**result, "rows": rows, "red": gate.red}, args)
         bench.release_memory(torch.device(args.device))
     return rows
 
@@ -367,7 +367,7 @@ def run_shape(shape: str, rates: Rates, args: Namespace, gate: Gate) -> tuple[li
 
     def keep(now: list[Row]) -> None:
         rows[:] = now
-        bench.save(f"prefill_{shape}", {**result, "rows": rows, "matmuls": matmuls, "red": gate.red}, args.out)
+        bench.save(f"prefill_{shape}", {**result, "rows": rows, "matmuls": matmuls, "red": gate.red}, args)
 
     print(f"{shape}: {result['limit_formula']}", flush=True)
     with gate.guard(shape):

@@ -189,7 +189,7 @@ def caches(args: Namespace, gate: Gate, rows: list[Row]) -> None:
     config, device = preset(args.shape), torch.device(args.device)
     weights = random_weights(config, torch.bfloat16, device)
     live = max(args.batches) * (CONTEXT + 64)
-    with bench.serve(config, weights, "fast", [64], args.batches, 1024, page_size=64, live=live) as llm:
+    with bench.serve(config, weights, "fast", [64], args.batches, 1024, live=live) as llm:
         gate.require(not bench.failed(llm), bench.failed(llm))
         for batch in args.batches:
             with gate.guard(f"{args.shape}, batch {batch}"):
@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with gate.guard("caches"):
             caches(args, gate, result["caches"])
     result["red"] = gate.red
-    path = bench.save("rebind", result, args.out)
+    path = bench.save("rebind", result, args)
     show(result)
     print(f"limit: {result['limit_formula']}; written to {path}")
     return gate.conclude()

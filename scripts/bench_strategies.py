@@ -209,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
             for name, row in rows.items()
             if name != "bucketed"
         }
-    path = bench.save(f"strategies_{shape or 'smollm2'}", result, args.out)
+    path = bench.save(f"strategies_{shape or 'smollm2'}", result, args)
     print("ms; time per token with an idle CPU, then with a busy one")
     heads = ("strategy", "TTFT", "token", "p99", "max", "token", "p99", "max", "MiB", "warm-up s")
     bench.table(heads, [(name, *cells(row)) for name, row in rows.items()])

@@ -298,9 +298,14 @@ def test_a_red_row_is_shown_with_dashes(
     assert decode.panels([row]) == []
 
 
-def test_results_are_json_with_the_environment(bench: ModuleType, tmp_path: Path) -> None:
-    path = bench.save("decode_s", {"rows": [measured()]}, str(tmp_path / "new"))
+def test_results_are_json_with_the_environment_and_what_they_were_measured_with(
+    bench: ModuleType, tmp_path: Path
+) -> None:
+    args = bench.parser("", peers="none").parse_args(["--out", str(tmp_path / "new")])
+    args.page_size, args.trace = bench.PAGE_SIZE, tmp_path / "a.csv"
+    path = bench.save("decode_s", {"rows": [measured()]}, args)
     kept = json.loads(path.read_text())
+    assert kept["arguments"] == {"peers": "none", "device": "cuda", "page_size": 64, "trace": "a.csv"}
     assert path.name == "decode_s.json" and kept["rows"] == [measured()]
     assert {"date", "torch", "commit"} <= kept["environment"].keys()
 
