@@ -1,6 +1,6 @@
 """Matmuls of 1 to 64 rows, with the norm before them or the addition after them: how a decode layer reads its weights.
 
-Few rows: a program owns BN whole weight rows, all of their loads in flight before it waits for its predecessor, and
+One row: a program owns BN whole weight rows, all of their loads in flight before it waits for its predecessor, and
 norms x itself. More rows: x is normed once by a kernel of its own, then `tl.dot` over K with the rows padded to 16, 32
 or 64, weights asked into L2 before the wait and read once for all rows; a row's bits do not depend on the others there.
 Rounds where the chain of separate kernels rounds (normed row, matmul, silu, sum): only the order of float32 sums
@@ -24,29 +24,26 @@ from .swiglu import silu_times
 Form = Literal["auto", "streamed"]
 MAX_ROWS = 64
 MAX_WIDTH = 32768
-WHOLE_ROWS = 4  # up to as many rows a program holds its weights in registers
-WHOLE_WIDTH = 16384  # and up to this K
+WHOLE_WIDTH = 16384  # up to this K a program holds its weights in registers, for one row
 RESIDENT = 396  # programs of the dot form on those SMs at once
 PREFETCH = 24 * 2**20  # bytes of weights asked into L2 early: half of it
 
 Tile = tuple[int, int, int, int]  # BN, BK, warps, stages; 0 stages: whole weight rows in registers; -1: streamed.py
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def _skinny_whole(
-    x,  # [rows, K]
+    x,  # [K]
     norm,  # [K]
     weight,  # [N, K], GATED: [2 N, K]
     bias,  # [N]
-    residual,  # [rows, N], may be y
-    y,  # [rows, N]
-    rows,
+    residual,  # [N], may be y
+    y,  # [N]
     eps,
     N: tl.constexpr,
     K: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    ROWS: tl.constexpr,  # `rows` padded to a power of two
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -60,31 +57,26 @@ def _skinny_whole(
     in_cols, in_k = col < N, k < K
     tile = weight + col[:, None].to(tl.int64) * K + k[None, :]
     mask = in_cols[:, None] & in_k[None, :]
-    w = tl.load(tile, mask=mask, other=0.0)
+    w = tl.load(tile, mask=mask, other=0.0, eviction_policy="evict_first")
     if GATED:
-        w_up = tl.load(tile + N * K, mask=mask, other=0.0)
+        w_up = tl.load(tile + N * K, mask=mask, other=0.0, eviction_policy="evict_first")
     if NORM:
         gain = tl.load(norm + k, mask=in_k, other=0.0).to(tl.float32)
     if BIAS:
         offset = tl.load(bias + col, mask=in_cols, other=0.0).to(tl.float32)
     chain.wait(PDL)
-    for row in tl.static_range(ROWS):
-        present = in_k & (tl.full([BK], row, tl.int32) < rows)
-        v = tl.load(x + row * K + k, mask=present, other=0.0).to(tl.float32)
-        if NORM:
-            v = (v * tl.rsqrt(tl.sum(v * v, 0) / K + eps)).to(dtype).to(tl.float32) * gain
-            v = v.to(dtype).to(tl.float32)
-        acc = tl.sum(w.to(tl.float32) * v[None, :], 1)
-        if GATED:
-            acc = silu_times(acc, tl.sum(w_up.to(tl.float32) * v[None, :], 1), dtype)
-        if BIAS:
-            acc += offset
-        target = row * N + col
-        inside = in_cols & (tl.full([BN], row, tl.int32) < rows)
-        if RESIDUAL:
-            added = tl.load(residual + target, mask=inside, other=0.0).to(tl.float32)
-            acc = acc.to(dtype).to(tl.float32) + added
-        tl.store(y + target, acc.to(dtype), mask=inside)
+    v = tl.load(x + k, mask=in_k, other=0.0).to(tl.float32)
+    if NORM:
+        v = (v * tl.rsqrt(tl.sum(v * v, 0) / K + eps)).to(dtype).to(tl.float32) * gain
+        v = v.to(dtype).to(tl.float32)
+    acc = tl.sum(w.to(tl.float32) * v[None, :], 1)
+    if GATED:
+        acc = silu_times(acc, tl.sum(w_up.to(tl.float32) * v[None, :], 1), dtype)
+    if BIAS:
+        acc += offset
+    if RESIDUAL:
+        acc = acc.to(dtype).to(tl.float32) + tl.load(residual + col, mask=in_cols, other=0.0).to(tl.float32)
+    tl.store(y + col, acc.to(dtype), mask=in_cols)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -164,21 +156,26 @@ def _floor(n: int) -> int:
 def skinny_tile(rows: int, columns: int, width: int, dtype: torch.dtype, fused: bool) -> Tile:
     """(BN, BK, warps, stages) for `[rows, width] @ [columns, width].T`; `fused`: two such matrices in one tile.
 
-    Fitted to `scripts/tune_skinny.py` on an H200, Llama-3.2-1B, Llama-3.1-8B, Qwen3-0.6B and SmolLM2-135M. Whole rows:
-    about 16,384 weights a program, 128 a thread, but three programs for every SM first (one of a tiny matrix). With
-    `dot`: wide tiles where the columns allow, since each program reads all of x.
+    Fitted to decode steps of Llama-3.2-1B, Llama-3.1-8B, Qwen3-0.6B and SmolLM2-135M on an H200. Whole rows: about
+    16,384 weights a program, 128 a thread, but three programs for every SM first (one of a narrow matrix, whose
+    programs have more warps; a program of gate and up has one where there are many). With `dot`: wide tiles where the
+    columns allow, since each program reads all of x.
     """
     both, single = 1 + fused, dtype == torch.float32
-    if rows <= WHOLE_ROWS and width <= WHOLE_WIDTH:
+    if rows == 1 and width <= WHOLE_WIDTH:
         block_k = max(triton.next_power_of_2(width), 128)
-        programs = 384 if columns >= 1024 else 132
+        programs = 384 if columns >= 2048 else 132
         block_n = min(_floor(columns // programs), _floor(16384 // (block_k * both)), 8 // both)
-        a_thread = 32 if single else 64 if block_k >= 8192 or rows > 1 else 128
+        a_thread = 64 if block_k >= 8192 or (block_k <= 2048 and columns <= min(width, 2047)) else 128
+        if single:
+            a_thread = 32
+        elif fused and block_k <= 1024 and columns // block_n > 4 * 132:
+            a_thread = 256
         return block_n, block_k, min(max(block_n * block_k * both // a_thread // 32, 1), 16), 0
     if single:
         return 16, 64, 4, 3
     if columns * both >= 16384:
-        return (64, 128, 4, 4) if columns // 64 < 200 else (64, 64, 4, 6)
+        return (64, 128, 4, 4) if columns // 64 < 200 or (fused and rows <= 16) else (64, 64, 4, 6)
     if rows > 16:
         return 64, 128, 4, 4
     return (32, 256, 4, 4) if width >= 8192 else (16, 256, 2, 4)
@@ -207,6 +204,7 @@ def _skinny(
             f"streamed: given {rows} rows of {x.dtype}, expected up to {streamed.MAX_ROWS} of bfloat16, and Gluon",
         )
         return streamed.launch(x, norm, weight, bias, residual, y, eps, gated, pdl, (block_n, block_k, warps))
+    checks.require(stages > 0 or rows == 1, f"tile {tile}: given {rows} rows, expected one where stages are 0")
     grid = (triton.cdiv(columns, block_n),)
     flags: dict[str, Any] = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated}
     shape: dict[str, Any] = {"N": columns, "K": width, "BN": block_n, "BK": block_k}
@@ -218,10 +216,8 @@ def _skinny(
             x,
             weight if norm is None else norm,
             *tensors,
-            rows,
             eps,
             **shape,
-            ROWS=triton.next_power_of_2(rows),
             NORM=norm is not None,
             **flags,
             pdl=pdl,

@@ -41,8 +41,12 @@ if gluon is not None:
             )
 
     @gluon.jit
-    def _stretch(tile, k, K: gl.constexpr, MASKED: gl.constexpr):
-        return gl.load(tile, mask=k < K, other=0.0) if MASKED else gl.load(tile)
+    def _stretch(tile, k, K: gl.constexpr, MASKED: gl.constexpr, KEEP: gl.constexpr):
+        policy: gl.constexpr = "evict_last" if KEEP else "evict_first"
+        if MASKED:
+            return gl.load(tile, mask=k < K, other=0.0, eviction_policy=policy)
+        else:
+            return gl.load(tile, eviction_policy=policy)
 
     @gluon.jit
     def _silu_times(gate, up, dtype: gl.constexpr):
@@ -100,10 +104,10 @@ if gluon is not None:
         col_w = gl.minimum(first + col_w % OWN, N - 1) + col_w // OWN * N
         column = gl.expand_dims(gl.expand_dims(col_w, 0), 2)
         w_tile = weight + column.to(gl.int64) * K + k_w
-        x_tile = x + row_x * K + k_x
-        w = _stretch(w_tile, k_w, K, MASKED)
+        x_tile = x + gl.minimum(row_x, rows - 1) * K + k_x  # a row that is not there is the last one, and not stored
+        w = _stretch(w_tile, k_w, K, MASKED, False)
         if NORM:
-            g = _stretch(norm + k_g, k_g, K, MASKED)
+            g = _stretch(norm + k_g, k_g, K, MASKED, True)
         _griddep("wait", PDL)
 
         acc = gl.zeros([WARPS, COLUMNS, ROWS], gl.float32, layout=mma)
@@ -111,14 +115,11 @@ if gluon is not None:
         for stretch in gl.static_range(STRETCHES):
             at = stretch * STEP
             ahead = at + STEP
-            if MASKED:
-                v = gl.load(x_tile + at, mask=(row_x < rows) & (k_x < K - at), other=0.0)
-            else:
-                v = gl.load(x_tile + at, mask=row_x < rows, other=0.0)
+            v = _stretch(x_tile + at, k_x + at, K, MASKED, True)
             if stretch + 1 < STRETCHES:  # in flight while these are multiplied
-                w_next = _stretch(w_tile + ahead, k_w + ahead, K, MASKED)
+                w_next = _stretch(w_tile + ahead, k_w + ahead, K, MASKED, False)
                 if NORM:
-                    g_next = _stretch(norm + k_g + ahead, k_g + ahead, K, MASKED)
+                    g_next = _stretch(norm + k_g + ahead, k_g + ahead, K, MASKED, True)
             if NORM:
                 wide = v.to(gl.float32)
                 squares += gl.sum(wide * wide, 1)

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FUSED_ROWS = 64  # what the fused kernels take
-WHOLE_ROWS = 4  # and for how many they hold their weights in registers
-STREAMED_ROWS = 16  # and the ones among them that stream weights past shared memory
+STREAMED_ROWS = 16  # and the ones among them that stream weights past shared memory, of 8 rows at once
 TILED_ROWS = 256  # and the one with tensor descriptors: worth a look where nothing is streamed
 
 
@@ -135,14 +134,16 @@ def mixes(ways: Ways, rows: int, head_rows: int) -> dict[str, Projections]:
     head = fused if head_rows <= FUSED_ROWS else library
     made: dict[str, Projections] = {}
     if rows <= FUSED_ROWS:
-        if rows <= WHOLE_ROWS or streamed is None:
+        if rows == 1 or streamed is None:
             made["fused"] = Projections.all(fused)
-        if rows > WHOLE_ROWS:
-            made["fused o, gate_up and head"] = Projections(library, fused, fused, library, fused)
-        if streamed is not None:  # the head is faster fused
+        if rows == 1 and streamed is not None:
+            made["fused, streamed down"] = Projections(fused, fused, fused, streamed, fused)
+        if rows > 1 and streamed is not None:  # the head is faster fused
             made["streamed, fused gate_up"] = Projections(streamed, streamed, fused, streamed, fused)
             made["streamed"] = Projections(streamed, streamed, streamed, streamed, fused)
-        else:
+        if rows > 8:
+            made["fused o, gate_up and head"] = Projections(library, fused, fused, library, fused)
+        if rows > 1 and streamed is None:
             made["fused gate_up and head"] = Projections(library, library, fused, library, fused)
     if STREAMED_ROWS < rows <= TILED_ROWS and tiled is not None:
         made["tiled gate_up"] = Projections(library, library, tiled, library, head)

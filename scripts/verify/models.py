@@ -28,7 +28,7 @@ VOCAB, CONTEXT, PAGES = 500, 192, 400
 LENGTHS = (1, 2, 5, 15, 16, 17, 31, 32, 33, 40, 47, 48, 49, 63, 64, 65, 80, 95, 96, 97, 127, 128, 129, 150)
 SMALL_LENGTHS = (1, 15, 17, 33, 64, 70)
 # Of `fast` matmuls on a GPU, for the sets below in their order; where a bucket does not offer its own, the library's.
-MIXES = ("fused o, gate_up and head", "fused", "streamed", "tiled gate_up")
+MIXES = ("streamed, fused gate_up", "fused", "streamed", "tiled gate_up")
 STEPS = 4  # decodes that are known for each prompt
 
 # name -> tokens, requests, batch: one wide bucket; chunks and parts; a ladder; odd sizes

@@ -11,7 +11,7 @@ triton_ops = ops("cuda")
 FP16, FP32 = torch.float16, torch.float32
 TOLERANCE = {FP32: 1e-5, FP16: 2e-3}
 
-# rows, columns, K, dtype: whole rows in registers up to 4 rows, dot beyond; sizes that no tile divides
+# rows, columns, K, dtype: whole weight rows in registers for one row, dot beyond; sizes that no tile divides
 SHAPES = [
     (1, 70, 200, FP32),
     (1, 40, 576, FP16),
@@ -59,8 +59,8 @@ def test_norm_gate_up(rows, columns, width, dtype, nan_memory):
 
 def test_the_model_offers_each_form_the_rows_that_it_takes():
     """The model knows the numbers without Triton."""
-    kernels = skinny.MAX_ROWS, skinny.WHOLE_ROWS, streamed.MAX_ROWS, tiled.MAX_ROWS
-    offered = projections.FUSED_ROWS, projections.WHOLE_ROWS, projections.STREAMED_ROWS, projections.TILED_ROWS
+    kernels = skinny.MAX_ROWS, streamed.MAX_ROWS, tiled.MAX_ROWS
+    offered = projections.FUSED_ROWS, projections.STREAMED_ROWS, projections.TILED_ROWS
     assert kernels == offered
 
 
@@ -101,6 +101,8 @@ def test_more_rows_than_sixty_four_and_shapes_that_do_not_fit_are_refused():
         triton_ops.norm_gate_up(x[:2], gain, 1e-5, weight[:31])
     with pytest.raises(ValueError, match="linear_add"):
         triton_ops.linear_add(x[:2], weight, x[:2])
+    with pytest.raises(ValueError, match="given 2 rows, expected one"):
+        triton_ops.norm_linear(x[:2], gain, 1e-5, weight, tile=(1, 64, 1, 0))
     with pytest.raises(ValueError, match="strides"):
         triton_ops.linear_add(x[:2], weight, torch.zeros(32, 2).T)
 
